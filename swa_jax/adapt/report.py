@@ -81,7 +81,7 @@ def _sentences(job: Job, results: Results) -> list[str]:
     return [
         _pattern_words(results.pattern),
         f"The cache of a sequence of {job.memory.length} tokens takes {row['share']:.1%} of what full attention takes, "
-        f"counted {_where(job)}; the budget was {job.settings.kv_budget:.0%}.",
+        f"counted in {_place(job)}; the budget was {job.settings.kv_budget:.0%}.",
         quality,
     ]
 
@@ -126,7 +126,7 @@ def _cards(job: Job, results: Results) -> list[tuple[str, str]]:
     figures = results.found["efficiency"]["figures"]
     before, after = figures["original"], figures["adapted"]
     right = [row for row in results.found["adapted"]["compared"] if row["figure"] == "right"]
-    cards = [(f"{results.best['share']:.1%}", f"of full attention's cache, {_where(job)}")]
+    cards = [(f"{results.best['share']:.1%}", f"of full attention's cache, in {_place(job)}")]
     if right:
         shares = [sum(row[who][0] for row in right) / len(right) for who in ("adapted", "original")]
         cards.append((f"{shares[0]:.0%}", f"of answers right; the original {shares[1]:.0%}"))
@@ -169,10 +169,11 @@ def _chosen(pattern: AttentionPattern, row: Mapping[str, Any]) -> list[str]:
         "were measured again beside them.",
         NONE: "No full layer was worth its memory: windows in every layer did better.",
     }.get(_layout(row), "Full layers at these places did better than those that were chosen by the answers' loss.")
+    framed = "Thick frame: single heads. " if "heads" in kinds else ""
     return [
         html.heading("What was chosen, and why"),
         html.layer_row(kinds),
-        html.paragraph(f"Filled: full attention. {_framed(kinds)}The others: a window.", "soft"),
+        html.paragraph(f"Filled: full attention. {framed}The others: a window.", "soft"),
         html.paragraph(
             f"{why} Then other windows, sink tokens and decode modes were tried in turn, each with as many full "
             "layers as fit into the budget. Of all candidates, this one has the smallest loss on examples that were "
@@ -180,15 +181,6 @@ def _chosen(pattern: AttentionPattern, row: Mapping[str, Any]) -> list[str]:
             "tasks. Below 0 it does better than the original."
         ),
     ]
-
-
-def _framed(kinds: Sequence[str]) -> str:
-    return "Thick frame: single heads. " if "heads" in kinds else ""
-
-
-def _trained_on(tune: Mapping[str, Any]) -> str:
-    replies = tune.get("replies")
-    return f", on {replies} replies of the original model" if replies else ""
 
 
 def _quality(tasks: Sequence[Task], adapted: Mapping[str, Any], tune: Mapping[str, Any]) -> list[str]:
@@ -199,16 +191,11 @@ def _quality(tasks: Sequence[Task], adapted: Mapping[str, Any], tune: Mapping[st
         percent = row["figure"] == "right"
         words, kind = verdict(row)
         kinds.append(kind)
-        cells.append(
-            [
-                f"{titles[row['task']]}\n{FIGURES[row['figure']]}",
-                words,
-                *(_interval(row[who], percent) for who in ("original", "adapted")),
-                _interval(row["difference"], percent, signed=True),
-                str(row["n"]),
-            ]
-        )
-    tuned = f" It was fine-tuned by LoRA for {tune['steps']} steps{_trained_on(tune)}." if tune else ""
+        figures = [_interval(row[who], percent) for who in ("original", "adapted")]
+        figures += [_interval(row["difference"], percent, signed=True), str(row["n"])]
+        cells.append([f"{titles[row['task']]}\n{FIGURES[row['figure']]}", words, *figures])
+    drawn = f", on {tune['replies']} replies of the original model" if tune.get("replies") else ""
+    tuned = f" It was fine-tuned by LoRA for {tune['steps']} steps{drawn}." if tune else ""
     return [
         html.heading("Quality in detail"),
         html.paragraph(
@@ -289,10 +276,6 @@ def _place(job: Job) -> str:
     return "this library" if job.settings.server is None else _called(job.settings.server)
 
 
-def _where(job: Job) -> str:
-    return f"in {_place(job)}"
-
-
 def _speed(efficiency: Mapping[str, Any], cost: float) -> list[str]:
     before, after = (efficiency["figures"][name] for name in ("original", "adapted"))
     kinds = (
@@ -331,30 +314,16 @@ def _tried(job: Job, search: Mapping[str, Any]) -> list[str]:
         [(row["share"], row["lost"]) for row in candidates],
         chosen,
         job.settings.kv_budget,
-        xlabel=f"KV cache {_where(job)}, % of full attention",
+        xlabel=f"KV cache in {_place(job)}, % of full attention",
         ylabel="Loss against the original\n(nats a token)",
         width=WIDTH,
     )
     order = sorted(range(len(candidates)), key=lambda number: (number != chosen, candidates[number]["lost"]))
+    rows = [_candidate(candidates[number]) for number in order]
     pieces = [
         html.heading("What was tried"),
         html.figure(drawing, "Each point is a candidate. Lower is better, and so is further left."),
-        html.table(
-            [
-                "Full layers",
-                "How they were chosen",
-                "Window",
-                "Sink tokens",
-                "Full decode",
-                "Right",
-                "Loss",
-                "MiB",
-                "Cache",
-            ],
-            [_candidate_cells(candidates[number]) for number in order],
-            text_columns=2,
-            chosen=0,
-        ),
+        html.table(list(rows[0]), [list(row.values()) for row in rows], text_columns=2, chosen=0),
     ]
     if search["layer_scores"]:
         filled = candidates[chosen]["full_layers"]
@@ -382,20 +351,20 @@ def _layout(row: Mapping[str, Any]) -> str:
     return row["layout"] if row["full_layers"] or sum(row["full_head_counts"]) else NONE
 
 
-def _candidate_cells(row: Mapping[str, Any]) -> list[str]:
+def _candidate(row: Mapping[str, Any]) -> dict[str, str]:
+    """A row of the table of candidates, by its titles."""
     heads = sum(row["full_head_counts"])
-    which = ", ".join(map(str, row["full_layers"])) or "none"
-    return [
-        which + (f" and {heads} heads" if heads else ""),
-        HOW.get(_layout(row), ""),
-        str(row["sliding_window"]),
-        str(row["num_sink_tokens"]),
-        "yes" if row["full_attention_decode"] else "no",
-        "" if row["right"] is None else f"{row['right']:.0%}",
-        _signed(row["lost"]),
-        f"{row['bytes'] / MEGABYTE:.2f}",
-        f"{row['share']:.1%}",
-    ]
+    return {
+        "Full layers": (", ".join(map(str, row["full_layers"])) or "none") + (f" and {heads} heads" if heads else ""),
+        "How they were chosen": HOW.get(_layout(row), ""),
+        "Window": str(row["sliding_window"]),
+        "Sink tokens": str(row["num_sink_tokens"]),
+        "Full decode": "yes" if row["full_attention_decode"] else "no",
+        "Right": "" if row["right"] is None else f"{row['right']:.0%}",
+        "Loss": _signed(row["lost"]),
+        "MiB": f"{row['bytes'] / MEGABYTE:.2f}",
+        "Cache": f"{row['share']:.1%}",
+    }
 
 
 def _serving(job: Job, export: Mapping[str, Any], canary: Mapping[str, Any] | None) -> list[str]:
@@ -418,12 +387,11 @@ def _serving(job: Job, export: Mapping[str, Any], canary: Mapping[str, Any] | No
             lines = ["import transformers", f"model = transformers.AutoModelForCausalLM.from_pretrained({folder!r})"]
             pieces.append(html.code(lines))
         if command := _check_command(job):
+            after = "It prints one sentence, and ends with status 0 (right), 1 (wrong) or 2 (it cannot tell)."
             pieces += [
                 html.paragraph("Then check that the server computes this model and not something else:"),
                 html.code(command),
-                html.paragraph(
-                    "It prints one sentence, and ends with status 0 (right), 1 (wrong) or 2 (it cannot tell)."
-                ),
+                html.paragraph(after),
             ]
         pieces.append(html.paragraph(_receipt(job, canary)))
     return [*pieces, html.paragraph("With this library:"), html.code(here)]
@@ -460,10 +428,8 @@ def _origin(job: Job, results: Results) -> list[str]:
 
 
 def _device() -> str:
-    device = jax.devices()[0]
-    return (
-        f"{len(jax.devices())} x {device.device_kind}" if device.platform != "cpu" else f"a CPU ({platform.machine()})"
-    )
+    kind = jax.devices()[0].device_kind
+    return f"a CPU ({platform.machine()})" if jax.default_backend() == "cpu" else f"{len(jax.devices())} x {kind}"
 
 
 def _program() -> str:
