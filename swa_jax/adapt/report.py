@@ -31,7 +31,6 @@ from swa_jax.report.numbers import MEGABYTE, with_interval
 
 PORTS = {"vllm": 8000, "tpu-inference": 8000, "sglang": 30000}  # that the servers listen on by default
 FIGURES = {"right": "answers right", "losses": "loss, nats a token"}
-WIDTH = 5.2  # inches of a picture: its letters are then as large as the page's on a screen of 400 pixels
 
 
 def write_report(job: Job, results: Results) -> Path:
@@ -316,7 +315,6 @@ def _tried(job: Job, search: Mapping[str, Any]) -> list[str]:
         job.settings.kv_budget,
         xlabel=f"KV cache in {_place(job)}, % of full attention",
         ylabel="Loss against the original\n(nats a token)",
-        width=WIDTH,
     )
     order = sorted(range(len(candidates)), key=lambda number: (number != chosen, candidates[number]["lost"]))
     rows = [_candidate(candidates[number]) for number in order]
@@ -327,7 +325,7 @@ def _tried(job: Job, search: Mapping[str, Any]) -> list[str]:
     ]
     if search["layer_scores"]:
         filled = candidates[chosen]["full_layers"]
-        drawing = functools.partial(layer_scores_chart, search["layer_scores"], filled, width=WIDTH)
+        drawing = functools.partial(layer_scores_chart, search["layer_scores"], filled)
         pieces.append(
             html.figure(
                 drawing,

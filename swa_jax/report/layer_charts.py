@@ -28,15 +28,15 @@ def layer_scores_chart(
     *,
     title: str = "",
     axis: str = "Answer loss saved by making\nthis layer full (nats a token)",
-    width: float | None = None,
 ) -> None:
     """Draw one bar a layer with its 95 % interval, where it has one; the layers chosen to stay full stand out.
 
-    A layer whose mean is None or NaN has no bar. `width` is in inches, by default what the layers need.
+    A layer whose mean is None or NaN has no bar.
     """
     layers = np.arange(len(scores))
     means = np.array([mean for mean, *_ in scores], np.float64)
-    figure = style.new_figure(width or max(4.6, 1.5 + 0.34 * len(scores)), 3.3, title)
+    width = style.PAGE_WIDTH if isinstance(file, StringIO) else max(4.6, 1.5 + 0.34 * len(scores))
+    figure = style.new_figure(width, 3.3, title)
     axes = figure.add_subplot()
     stays_full = np.isin(layers, chosen)
     for label, color, here in (("kept full", BLUE, stays_full), ("windowed", GREY, ~stays_full)):

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -115,20 +116,19 @@ def candidates_chart(
     *,
     xlabel: str,
     ylabel: str,
-    width: float = 6.4,
 ) -> None:
     """Draw the candidates of a search: loss against their share of full attention's cache, each (share, loss).
 
     The original model, which has the whole cache and loses nothing, is an open circle; `budget` is a dashed line.
     """
-    figure = style.new_figure(width, 3.2)
+    figure = style.new_figure(style.PAGE_WIDTH, 3.2)
     axes = figure.add_subplot()
     shares, losses = np.array(candidates, np.float64).T * [[100], [1]]
     axes.axvline(100 * budget, color=VERMILION, linestyle=(0, (4, 3)), linewidth=1)
     axes.scatter(shares, losses, s=26, color=GREY, zorder=3)
     axes.scatter([shares[chosen]], [losses[chosen]], s=52, color=BLUE, zorder=5)
     axes.scatter([100], [0], s=36, facecolor="white", edgecolor=INK, zorder=4)
-    above = {"textcoords": "offset points", "ha": "center", "va": "bottom", "fontsize": SMALL}
+    above: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "bottom", "fontsize": SMALL}
     axes.annotate("budget", (100 * budget, 1), (0, 2), xycoords=("data", "axes fraction"), **above)
     axes.annotate("original", (100, 0), (0, 6), **above)
     axes.annotate("chosen", (shares[chosen], losses[chosen]), (0, 6), fontweight="bold", **above)

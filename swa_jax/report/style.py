@@ -29,6 +29,7 @@ IN_PAGE = {INK: "ink", AXIS: "soft", GRID: "line", GREY: "grey", BLUE: "accent",
 SEQUENTIAL = LinearSegmentedColormap.from_list("swa-jax", ["#F5F8FB", "#A9CCE3", BLUE, "#003F66"])
 
 SMALL = 8  # points
+PAGE_WIDTH = 5.2  # inches of a picture in a page: its letters are then as large as the page's on 400 pixels
 # A picture is drawn inside this context: `@styled`.
 styled = mpl.rc_context(
     {

@@ -94,7 +94,7 @@ def test_points_stand_where_their_numbers_say_in_the_colours_of_the_page():
 
 def test_pictures_in_one_page_name_only_what_is_the_same_in_all():
     """Glyphs and marks, whose ids are made of what they look like; bars without a mean are not drawn."""
-    bars = partial(layer_scores_chart, [(2.0, 1.5, 2.5), (-1.0, None, None), (None, None, None)], [0], width=5.2)
+    bars = partial(layer_scores_chart, [(2.0, 1.5, 2.5), (-1.0, None, None), (None, None, None)], [0])
     page = html.figure(bars, "")
     ids = re.findall(r' id="([^"]*)"', page)
     assert ids

@@ -2,6 +2,7 @@
 
 import ast
 import itertools
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -73,7 +74,7 @@ PICTURES = {
     "layers": lambda file: layer_scores_chart(
         [Estimate(0.5, 0.4, 0.7), Estimate(-0.1, -0.2, 0.0), (0.2, None, None)], [0], file, title="Layers"
     ),
-    "many layers": lambda file: layer_scores_chart([(0.1, None, None)] * 61, [3, 60], file, width=5.2),
+    "many layers in a page": lambda file: layer_scores_chart([(0.1, None, None)] * 61, [3, 60], StringIO()),
     "heads": lambda file: head_map(
         np.eye(8, 4), file, title="Heads", scores=np.random.default_rng(0).random((8, 4)), larger_is_local=True
     ),
