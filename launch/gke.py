@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from launch.settings import SAVED, Gke, Runner, Settings, main
+from launch.settings import SAVED, Gke, Runner, Settings, check_run, main
 from swa_jax.errors import ConfigError
 
 GRACE = 120  # seconds between SIGTERM and SIGKILL: a step and a checkpoint
@@ -55,6 +55,11 @@ def manifest(settings: Settings) -> dict[str, Any]:
     }
     if gke.service_account:
         pod["serviceAccountName"] = gke.service_account
+    if gke.secret:
+        container["envFrom"] = [{"secretRef": {"name": gke.secret}}]
+    template: dict[str, Any] = {"spec": pod}
+    if gke.gcs_fuse:
+        template["metadata"] = {"annotations": {"gke-gcsfuse/volumes": "true"}}
     job = {
         "parallelism": settings.machines,
         "completions": settings.machines,
@@ -66,7 +71,7 @@ def manifest(settings: Settings) -> dict[str, Any]:
                 {"action": "FailJob", "onExitCodes": {"containerName": "train", "operator": "In", "values": [SAVED]}},
             ]
         },
-        "template": {"spec": pod},
+        "template": template,
     }
     metadata = {
         "name": settings.name,
@@ -90,17 +95,24 @@ def manifest(settings: Settings) -> dict[str, Any]:
     }
 
 
+def check(settings: Settings) -> None:
+    """Read the configuration of the run, before anything is started."""
+    check_run(settings, f"the image {place(settings).image}: build and push it again after a change")
+
+
 def kubectl(settings: Settings, *words: str) -> list[str]:
     return ["kubectl", f"--namespace={place(settings).namespace}", *words]
 
 
 def render(settings: Settings, run: Runner) -> None:
     """Print the manifest."""
+    check(settings)
     print(yaml.safe_dump(manifest(settings), sort_keys=False), end="")
 
 
 def apply(settings: Settings, run: Runner) -> None:
     """Create the JobSet."""
+    check(settings)
     text = yaml.safe_dump(manifest(settings), sort_keys=False)
     run(kubectl(settings, "apply", "--filename=-"), input=text)
 
@@ -125,6 +137,10 @@ def xpk(settings: Settings, run: Runner) -> None:
     for key in ("cluster", "project", "zone"):
         if getattr(gke, key) is None:
             raise ConfigError(f"missing key 'gke.{key}': xpk needs it")
+    for key in ("secret", "service_account"):
+        if getattr(gke, key) is not None:
+            raise ConfigError(f"'gke.{key}' is set, which xpk does not hand on: use `apply`, or drop it")
+    check(settings)
     command = ["xpk", "workload", "create", f"--workload={settings.name}", f"--cluster={gke.cluster}"]
     command += [f"--project={gke.project}", f"--zone={gke.zone}", f"--tpu-type={settings.accelerator_type}"]
     command += [f"--num-slices={settings.slices}", f"--docker-image={gke.image}"]

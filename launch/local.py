@@ -25,6 +25,7 @@ from typer import Argument, Option
 
 from launch.settings import SAVED, DryRun, Overrides, Runner, as_help, run_app
 from swa_jax.errors import ConfigError
+from swa_jax.settings import load_config
 
 HOLD = 10.0  # seconds that processes have to end by themselves when one has failed: they know why
 GRACE = 20.0  # seconds between SIGTERM and SIGKILL
@@ -128,6 +129,9 @@ def run(
     while True:
         started = commands(arguments, processes, cpu_devices, gpus, port or _free_port())
         if dry_run:
+            from swa_jax.train.config import TrainConfig  # JAX, which each process loads by itself
+
+            load_config(TrainConfig, config, overrides or [])
             for added, command in started:
                 print(shlex.join(["env", *(f"{key}={value}" for key, value in added.items()), *command]))
             return

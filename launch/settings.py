@@ -1,6 +1,6 @@
 """What the launchers are told: one YAML file for TPU VMs and GKE, and what follows from it.
 
-`launch/example.yaml` shows every key. `swa_jax.settings` reads it, which needs PyYAML and no JAX: a laptop will do.
+`launch/example.yaml` is an example. `swa_jax.settings` reads it, which needs PyYAML and no JAX: a laptop will do.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ class TpuVm:
     runtime_version: str | None = None  # default: the generation's
     spot: bool = False
     reserved: bool = False
+    network: str | None = None  # the project's default network
+    subnetwork: str | None = None
+    service_account: str | None = None  # the address of the one that the machines act as
+    secrets: Mapping[str, str] = dataclasses.field(default_factory=dict)  # WANDB_API_KEY: its name in Secret Manager
     prepare: str = ""  # shell command on every machine before each start, such as a mount
     folder: str = "swa-jax"  # of the clone, under the home folder
     install: str = (
@@ -50,6 +54,9 @@ class TpuVm:
     def __post_init__(self) -> None:
         if self.spot and self.reserved:
             raise ConfigError("'tpu_vm.spot' and 'tpu_vm.reserved' are both set: capacity is one or the other")
+        for name in self.secrets:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise ConfigError(f"'tpu_vm.secrets' has '{name}', which is no name of an environment variable")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +67,9 @@ class Gke:
     volume_claim: str  # a PersistentVolumeClaim of access mode ReadWriteMany
     mount_path: str = "/shared"
     namespace: str = "default"
-    service_account: str | None = None
+    service_account: str | None = None  # of Kubernetes
+    secret: str | None = None  # a Kubernetes Secret: each of its keys, such as WANDB_API_KEY, becomes a variable
+    gcs_fuse: bool = False  # the volume is a bucket: pods get the sidecar that mounts it
     queue: str | None = None  # a Kueue LocalQueue
     spot: bool = False
     max_restarts: int = 3  # after failures; preemptions are not counted
@@ -155,6 +164,37 @@ class Settings:
         sized = self.slices > 1 and self._override("mesh.slices") is None
         slices = (f"mesh.slices={self.slices}",) if sized else ()
         return ("train", self.config, *self.overrides, *slices, f"--timeout={self.timeout}")
+
+
+def check_run(settings: Settings, source: str) -> None:
+    """Read the training configuration as the machines will, and say on standard error where they have it from.
+
+    Args:
+      source: where that is, in words.
+
+    Raises:
+      ConfigError: the file is not there, or a key or a value in it or in the overrides is wrong.
+    """
+    file = Path(settings.config)
+    if file.is_absolute() and not file.exists():
+        print(f"{file} was not checked: it is not on this machine", file=sys.stderr)
+        return
+    if not file.exists():
+        raise ConfigError(
+            f"'config' is '{file}', and there is no such file here: run this in the root of the repository"
+        )
+    try:
+        from swa_jax.train.config import TrainConfig
+    except ImportError as error:
+        print(f"{file} was not checked: {error.name} is not installed here", file=sys.stderr)
+    else:
+        _, _, *overrides, _ = settings.arguments
+        try:
+            load_config(TrainConfig, file, overrides)
+        except ConfigError as error:
+            raise ConfigError(f"{file} with 'overrides': {error}") from None
+    if not file.is_absolute():
+        print(f"the machines read {file} from {source}", file=sys.stderr)
 
 
 class Runner:

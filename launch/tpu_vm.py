@@ -12,7 +12,7 @@ import shlex
 import sys
 import time
 
-from launch.settings import SAVED, CommandError, Runner, Settings, TpuVm, main
+from launch.settings import SAVED, CommandError, Runner, Settings, TpuVm, check_run, main
 from swa_jax.errors import ConfigError
 
 POLL = 30.0  # seconds between two questions
@@ -21,6 +21,7 @@ SILENT = 20  # questions in a row without an answer until it is given up
 # Status of `watch` when the machines, or the run on them, are gone without a word, and of a run that lost a process
 # that way (EX_TEMPFAIL).
 GONE = 75
+CLOUD_PLATFORM = "https://www.googleapis.com/auth/cloud-platform"  # the scope that Secret Manager asks for
 GOING = "kill -0 $(cat train.pid 2> /dev/null) 2> /dev/null"  # on a machine, in the folder
 # What a lost run has left there, such as a process that is frozen, with the shell that would write its status.
 END_LEFTOVER = f"while {GOING}; do kill -KILL -- -$(ps -o pgid= -p $(cat train.pid) | tr -d ' '); sleep 0.1; done"
@@ -61,6 +62,10 @@ def create(settings: Settings, run: Runner) -> None:
     else:
         flags += [f"--node-count={settings.slices}", f"--node-prefix={settings.name}"]
     flags += ["--spot"] if vm.spot else ["--reserved"] if vm.reserved else []
+    for name in ("network", "subnetwork", "service_account"):
+        if value := getattr(vm, name):
+            flags.append(f"--{name.replace('_', '-')}={value}")
+    flags += [f"--scopes={CLOUD_PLATFORM}"] if vm.service_account or vm.secrets else []
     run(gcloud(settings, "create", *flags))
 
 
@@ -101,8 +106,20 @@ def install(settings: Settings, run: Runner) -> None:
     run(on_machines(settings, " && ".join(steps)))
 
 
-def start(settings: Settings, run: Runner, *, lost: bool = False) -> None:
-    """Start the run on every machine. It outlives the connection; `train.log` and at last `train.status` tell of it.
+def start(settings: Settings, run: Runner) -> None:
+    """Start the run on every machine. It outlives the connection; `train.log` and at last `train.status` tell of it."""
+    check(settings)
+    begin(settings, run)
+
+
+def check(settings: Settings) -> None:
+    """Read the configuration of the run, before machines are asked for."""
+    vm = place(settings)
+    check_run(settings, f"{vm.repository}, revision {vm.revision}: push it there first")
+
+
+def begin(settings: Settings, run: Runner, *, lost: bool = False) -> None:
+    """Start the run on every machine.
 
     A machine where a run is going is refused, unless that run is `lost`: then what is left of it is ended.
     """
@@ -116,6 +133,9 @@ def start(settings: Settings, run: Runner, *, lost: bool = False) -> None:
     steps.append(f"if {GOING}; then echo 'a run is going here: stop it first' >&2; exit 1; fi")
     steps.append("rm -f train.pid train.status")
     steps += [f"({vm.prepare})"] if vm.prepare else []
+    for name, secret in vm.secrets.items():  # read on the machine, so that no command line has it
+        access = ["gcloud", "secrets", "versions", "access", "latest", f"--secret={secret}", f"--project={vm.project}"]
+        steps.append(f'{name}="$({shlex.join(access)})" && export {name}')
     steps.append(f"(setsid nohup bash -c {shlex.quote(script)} > train.log 2>&1 < /dev/null &)")
     steps.append("until test -e train.pid; do sleep 0.1; done")
     run(on_machines(settings, " && ".join(steps)))
@@ -165,6 +185,7 @@ def delete(settings: Settings, run: Runner) -> None:
 
 def up(settings: Settings, run: Runner) -> int:
     """Until the run has finished: have the machines, run, and once more after each preemption."""
+    check(settings)
     installed = started = lost = False
     first = True
     while True:
@@ -183,7 +204,7 @@ def up(settings: Settings, run: Runner) -> int:
             if not installed:
                 install(settings, run)
             if not started:
-                start(settings, run, lost=lost)
+                begin(settings, run, lost=lost)
             ended = watch(settings, run)
             if ended not in (0, SAVED, GONE):  # perhaps because one of the machines has just been taken away
                 time.sleep(POLL)

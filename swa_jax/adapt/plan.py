@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from swa_jax.adapt.job import STAGES, Job
-from swa_jax.adapt.search import BY_HEADS, EFFORTS, Effort, fitting
+from swa_jax.adapt.search import BY_HEADS, EFFORTS, HOW, Effort, fitting
 from swa_jax.adapt.tasks import ROWS_OF_TEXT, Task, num_examples
 from swa_jax.checkpoint.canary import plan_size
 from swa_jax.checkpoint.readings import readings_of
@@ -247,9 +247,9 @@ def plan_text(job: Job) -> str:
     lines += [
         f"In all about {duration(total)} on this machine, where {job.length} tokens take "
         f"{clock.full:.2g} s in a layer of full attention and {clock.windowed:.2g} s in a windowed one.",
-        f"Written to {settings.out}: {job.written_bytes / 2**20:.0f} MiB.",
+        f"It would write {job.written_bytes / 2**20:.0f} MiB to {settings.out}.",
         *_faster(job, clock, total),
-        "Nothing was done.",
+        "This is a plan: nothing was run and nothing was written.",
     ]
     return "\n".join(lines)
 
@@ -298,7 +298,7 @@ def _searched(job: Job) -> str:
     windows = ", ".join(map(str, values["sliding_window"]))
     kinds = [
         f"windows of {windows}",
-        f"{job.settings.unit} by {', '.join(values['layout'])}",
+        f"full {job.settings.unit} {' or '.join(HOW.get(layout, 'nowhere') for layout in values['layout'])}",
         *(["with and without sink tokens"] if len(values["num_sink_tokens"]) > 1 else []),
         *(["with and without full-attention decode"] if len(values["full_attention_decode"]) > 1 else []),
     ]

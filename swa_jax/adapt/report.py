@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
+import itertools
 import platform
 import shlex
 import subprocess
@@ -14,25 +16,21 @@ import jax
 
 from swa_jax.adapt.job import STAGES, Job, command_line
 from swa_jax.adapt.plan import duration
-from swa_jax.adapt.search import BY_HEADS, BY_LOSS, BY_PLACE, NONE
+from swa_jax.adapt.search import BY_HEADS, BY_LOSS, HOW, NONE
 from swa_jax.adapt.stages import Results
 from swa_jax.adapt.tasks import Task
+from swa_jax.checkpoint.canary import SCRIPT
 from swa_jax.checkpoint.servers import SERVERS
 from swa_jax.evaluate.efficiency import break_even
 from swa_jax.files import write_text
 from swa_jax.model.cache import cache_bytes
 from swa_jax.model.layer_types import FULL, HYBRID
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.report import html, svg
+from swa_jax.report import candidates_chart, html, layer_scores_chart
 from swa_jax.report.numbers import MEGABYTE, with_interval
 
-_CHOSEN_BY = {
-    BY_LOSS: "by what each is worth to the answers (NLL)",
-    BY_HEADS: "KV heads, by what each is worth to the answers (NLL)",
-    BY_PLACE[0]: "by place: at equal distances",
-    BY_PLACE[1]: "by place: start, middle and end",
-    NONE: "none",
-}
+PORTS = {"vllm": 8000, "tpu-inference": 8000, "sglang": 30000}  # that the servers listen on by default
+FIGURES = {"right": "answers right", "losses": "loss, nats a token"}
 
 
 def write_report(job: Job, results: Results) -> Path:
@@ -44,12 +42,13 @@ def write_report(job: Job, results: Results) -> Path:
         html.heading(title, 1),
         html.paragraph(" ".join(_sentences(job, results)), "lead"),
         html.cards(_cards(job, results)),
-        *_chosen(pattern, row),
-        *_quality(job.tasks.measuring, found["adapted"], found["tune"]),
+        *_verdicts(job.tasks.measuring, found["adapted"]["compared"]),
         *_memory(job, found["efficiency"], pattern, row),
+        *_serving(job, found["export"], found.get("canary")),
+        *_quality(job.tasks.measuring, found["adapted"], found["tune"]),
+        *_chosen(pattern, row),
         *_speed(found["efficiency"], sum(results.seconds.values())),
         *_tried(job, found["search"]),
-        *_serving(job, found["export"], found.get("canary")),
         *_origin(job, results),
     ]
     file = job.settings.out / "report.html"
@@ -61,7 +60,7 @@ def summary(job: Job, results: Results, report: Path) -> str:
     """A few lines for the terminal."""
     lines = _sentences(job, results)
     if command := results.found["export"].get("command"):
-        lines.append(f"Start it with: {command}")
+        lines += [f"Start it with: {command}", *(f"Check it with: {check}" for check in _check_command(job))]
     return "\n".join([*lines, f"Pattern: {job.settings.out / 'pattern.json'}", f"Report: {report}"])
 
 
@@ -73,7 +72,7 @@ def _sentences(job: Job, results: Results) -> list[str]:
     worse = [one for one in rows if verdict(one)[1] == "bad"]
     names = {task.name: task.title.lower() for task in job.tasks.measuring}
     quality = (
-        "On no task can a loss of quality be told from chance."
+        "On every task it does as well as the original, as far as this many examples can tell."
         if not worse
         else f"It does worse than the original in: {', '.join(dict.fromkeys(names[one['task']] for one in worse))}. "
         f"{_remedies(job)}"
@@ -81,7 +80,7 @@ def _sentences(job: Job, results: Results) -> list[str]:
     return [
         _pattern_words(results.pattern),
         f"The cache of a sequence of {job.memory.length} tokens takes {row['share']:.1%} of what full attention takes, "
-        f"counted {_where(job)}; the budget was {job.settings.kv_budget:.0%}.",
+        f"counted in {_place(job)}; the budget was {job.settings.kv_budget:.0%}.",
         quality,
     ]
 
@@ -93,8 +92,8 @@ def _remedies(job: Job) -> str:
     if not settings.tune_steps:
         ways.append("training under the pattern (--tune)")
     if settings.server and any("num_sink_tokens" in line for line in job.space.left_out):
-        ways.append(f"sink tokens, which {_called(settings.server)} does not run (leave out --for)")
-    return f"What may keep more: {'; '.join(ways)}."
+        ways.append(f"sink tokens (leave out --for: {_called(settings.server)} cannot run them)")
+    return f"What may help: {'; '.join(ways)}."
 
 
 def _pattern_words(pattern: AttentionPattern) -> str:
@@ -117,7 +116,7 @@ def verdict(row: Mapping[str, Any]) -> tuple[str, str]:
     """What a paired difference says, and "good", "bad" or "" for it."""
     mean, low, high = row["difference"]
     if low is None or high is None or low <= 0 <= high:
-        return "no difference beyond chance", ""
+        return "no clear difference", ""
     better = mean > 0 if row["figure"] == "right" else mean < 0
     return ("better", "good") if better else ("worse", "bad")
 
@@ -126,7 +125,7 @@ def _cards(job: Job, results: Results) -> list[tuple[str, str]]:
     figures = results.found["efficiency"]["figures"]
     before, after = figures["original"], figures["adapted"]
     right = [row for row in results.found["adapted"]["compared"] if row["figure"] == "right"]
-    cards = [(f"{results.best['share']:.1%}", f"of full attention's cache, {_where(job)}")]
+    cards = [(f"{results.best['share']:.1%}", f"of full attention's cache, in {_place(job)}")]
     if right:
         shares = [sum(row[who][0] for row in right) / len(right) for who in ("adapted", "original")]
         cards.append((f"{shares[0]:.0%}", f"of answers right; the original {shares[1]:.0%}"))
@@ -142,35 +141,45 @@ def _milliseconds(seconds: float) -> str:
 # ---- the sections ----
 
 
-def _chosen(pattern: AttentionPattern, row: Mapping[str, Any]) -> list[str]:
-    kinds = [{FULL: "full", HYBRID: "heads"}.get(kind, "window") for kind in pattern.layer_types]
-    why = {
-        BY_LOSS: "With all layers windowed, single layers were made full and scored by how likely the right answers "
-        "then are. The best one stayed full, and the others were scored again beside it, until as many were chosen as "
-        "the budget allows.",
-        BY_HEADS: "With all KV heads windowed, single ones were made full and scored by how likely the right answers "
-        "then are. The best ones stayed full, and others were scored again beside them.",
-        NONE: "No full layer was worth its memory: larger windows in every layer did better.",
-    }.get(row["layout"], "Full layers at these places did better than those that the answers' loss names.")
+def _verdicts(tasks: Sequence[Task], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A row for each task: right answers, or the loss where there are none, and the worst verdict of its figures."""
+    titles = {task.name: task.title for task in tasks}
+    cells, kinds = [], []
+    for name, figures in itertools.groupby(rows, lambda row: row["task"]):
+        main, *others = figures
+        words, kind = max(map(verdict, (main, *others)), key=lambda found: ("good", "", "bad").index(found[1]))
+        values = (_interval(main[who][:1], main["figure"] == "right") for who in ("original", "adapted"))
+        cells.append([f"{titles[name]}\n{FIGURES[main['figure']]}", words, *values])
+        kinds.append(kind)
     return [
-        html.heading("What was chosen, and why"),
-        html.layer_row(kinds),
-        html.paragraph(f"Filled: full attention. {_framed(kinds)}The others: a window.", "soft"),
-        html.paragraph(
-            f"{why} Then window, sink tokens and decode mode were varied in turn, each candidate with as many full "
-            "layers as fit. The chosen one has the smallest loss against the original on the examples to choose by: "
-            f"{_signed(row['lost'])} nats a token, the mean over the tasks. Below 0 it does better than the original."
-        ),
+        html.heading("Verdict"),
+        html.table(["Task", "Verdict", "Original", "Adapted"], cells, text_columns=2, kinds=kinds),
     ]
 
 
-def _framed(kinds: Sequence[str]) -> str:
-    return "Thick frame: single heads. " if "heads" in kinds else ""
-
-
-def _trained_on(tune: Mapping[str, Any]) -> str:
-    replies = tune.get("replies")
-    return f", on {replies} replies of the original model" if replies else ""
+def _chosen(pattern: AttentionPattern, row: Mapping[str, Any]) -> list[str]:
+    kinds = [{FULL: "full", HYBRID: "heads"}.get(kind, "window") for kind in pattern.layer_types]
+    why = {
+        BY_LOSS: "The full layers were found one by one. With a window in every layer, each layer in turn was given "
+        "full attention, and the loss on the right answers was measured. The layer that lowered it most stayed full. "
+        "The others were measured again beside it, until the budget was used up.",
+        BY_HEADS: "The full heads were found one by one. With a window in every KV head, single heads were given full "
+        "attention, and the loss on the right answers was measured. Those that lowered it most stayed full, and others "
+        "were measured again beside them.",
+        NONE: "No full layer was worth its memory: windows in every layer did better.",
+    }.get(_layout(row), "Full layers at these places did better than those that were chosen by the answers' loss.")
+    framed = "Thick frame: single heads. " if "heads" in kinds else ""
+    return [
+        html.heading("What was chosen, and why"),
+        html.layer_row(kinds),
+        html.paragraph(f"Filled: full attention. {framed}The others: a window.", "soft"),
+        html.paragraph(
+            f"{why} Then other windows, sink tokens and decode modes were tried in turn, each with as many full "
+            "layers as fit into the budget. Of all candidates, this one has the smallest loss on examples that were "
+            f"used for choosing only: {_signed(row['lost'])} nats a token against the original, the mean over the "
+            "tasks. Below 0 it does better than the original."
+        ),
+    ]
 
 
 def _quality(tasks: Sequence[Task], adapted: Mapping[str, Any], tune: Mapping[str, Any]) -> list[str]:
@@ -181,24 +190,21 @@ def _quality(tasks: Sequence[Task], adapted: Mapping[str, Any], tune: Mapping[st
         percent = row["figure"] == "right"
         words, kind = verdict(row)
         kinds.append(kind)
-        figure = "answers right" if percent else "loss, nats a token"
-        cells.append(
-            [
-                f"{titles[row['task']]}: {figure}",
-                str(row["n"]),
-                *(_interval(row[who], percent) for who in ("original", "adapted")),
-                _interval(row["difference"], percent, signed=True),
-                words,
-            ]
-        )
-    tuned = f" It was fine-tuned by LoRA for {tune['steps']} steps{_trained_on(tune)}." if tune else ""
+        figures = [_interval(row[who], percent) for who in ("original", "adapted")]
+        figures += [_interval(row["difference"], percent, signed=True), str(row["n"])]
+        cells.append([f"{titles[row['task']]}\n{FIGURES[row['figure']]}", words, *figures])
+    drawn = f", on {tune['replies']} replies of the original model" if tune.get("replies") else ""
+    tuned = f" It was fine-tuned by LoRA for {tune['steps']} steps{drawn}." if tune else ""
     return [
-        html.heading("Quality"),
+        html.heading("Quality in detail"),
         html.paragraph(
-            f"Both models on the same examples, which nothing was chosen by.{tuned} In brackets: 95 % intervals. The "
-            "difference is paired, example by example, so that its interval is narrower than those beside it."
+            f"Both models answered the same examples. The search did not use these.{tuned} In brackets: 95 % "
+            "intervals. The difference is taken example by example, so its interval is narrower than the two beside "
+            "it. “No clear difference” means that this interval contains 0."
         ),
-        html.table(["Task", "Examples", "Original", "Adapted", "Difference", "Verdict"], cells, kinds=kinds),
+        html.table(
+            ["Task", "Verdict", "Original", "Adapted", "Difference", "Examples"], cells, text_columns=2, kinds=kinds
+        ),
         html.bullets([f"{task.title}: {task.about}{_plain(windows.get(task.name))}" for task in tasks]),
     ]
 
@@ -208,7 +214,7 @@ def _plain(scores: Mapping[str, Sequence[float]] | None) -> str:
     if scores is None:
         return ""
     right = sum(scores["right"]) / len(scores["right"])
-    return f" With the chosen window in every layer, {100 * right:.0f} % are right."
+    return f" With the same window in every layer and no full layer, {100 * right:.0f} % are right."
 
 
 def _interval(estimate: Sequence[float | None], percent: bool, signed: bool = False) -> str:
@@ -217,8 +223,7 @@ def _interval(estimate: Sequence[float | None], percent: bool, signed: bool = Fa
             return _signed(100 * value, 0) if signed else f"{100 * value:.0f}"
         return _signed(value) if signed else f"{value:.3f}"
 
-    text = with_interval(estimate[0], estimate[1:], form, " %" if percent and not signed else "")
-    return text.replace("\n", " ")
+    return with_interval(estimate[0], estimate[1:] or None, form, " %" if percent and not signed else "")
 
 
 def _signed(value: float, digits: int = 3) -> str:
@@ -231,14 +236,14 @@ def _memory(job: Job, efficiency: Mapping[str, Any], pattern: AttentionPattern, 
     memory, figures = job.memory, efficiency["figures"]
     full = AttentionPattern((FULL,) * pattern.num_layers)
     counted: list[tuple[str, float, float]] = [
-        (f"{_where(job)}, {memory.length} tokens, 2 bytes a number", memory.full, row["bytes"])
+        (f"{_place(job)}\n{memory.length} tokens, 2 bytes a number", memory.full, row["bytes"])
     ]
     if memory.server is not None:
         before, after = (cache_bytes(memory.config, one, 1, memory.length, 2) for one in (full, pattern))
-        counted.append((f"here, {memory.length} tokens, 2 bytes a number", before, after))
+        counted.append((f"this library\n{memory.length} tokens, 2 bytes a number", before, after))
     tokens = efficiency["prompt_tokens"] + efficiency["new_tokens"]
     before, after = (figures[name]["kv_cache_bytes"] for name in ("original", "adapted"))
-    about = f"here, allocated for a request of {tokens} tokens, {job.dtype}; the original in place of full attention"
+    about = f"this library, measured\na request of {tokens} tokens, {job.dtype}; first column: the original"
     counted.append((about, before, after))
     cells = [
         [where, f"{before / MEGABYTE:.2f} MiB", f"{after / MEGABYTE:.2f} MiB", f"{after / before:.1%}"]
@@ -248,9 +253,9 @@ def _memory(job: Job, efficiency: Mapping[str, Any], pattern: AttentionPattern, 
     if memory.server is not None and memory.prefill_chunk is not None:
         name = f"{_called(memory.server)} {SERVERS[memory.server].version}"
         about = (
-            f"{name} hands out memory in blocks, to groups of layers of one size, and windowed layers also hold the "
-            f"{memory.prefill_chunk} tokens of a prompt that are worked on at once. So a pattern saves less there than "
-            "here."
+            f"{name} allocates memory in blocks, to groups of equally many layers. Its windowed layers also hold the "
+            f"{memory.prefill_chunk} tokens of a prompt that it computes at once (--max-num-batched-tokens). So a "
+            "pattern saves less there than in this library."
         )
         note.append(html.paragraph(about))
     return [
@@ -265,9 +270,9 @@ def _called(server: str) -> str:
     return {"vllm": "vLLM", "sglang": "SGLang"}.get(server, server)
 
 
-def _where(job: Job) -> str:
+def _place(job: Job) -> str:
     """Where the cache is counted."""
-    return "here" if job.settings.server is None else f"in {_called(job.settings.server)}"
+    return "this library" if job.settings.server is None else _called(job.settings.server)
 
 
 def _speed(efficiency: Mapping[str, Any], cost: float) -> list[str]:
@@ -303,77 +308,72 @@ def _speed(efficiency: Mapping[str, Any], cost: float) -> list[str]:
 
 def _tried(job: Job, search: Mapping[str, Any]) -> list[str]:
     candidates, chosen = search["candidates"], search["best"]
-    marks = [
-        svg.Mark(100 * row["share"], row["lost"], "chosen" if number == chosen else _name(row), number == chosen)
-        for number, row in enumerate(candidates)
-    ]
-    marks.append(svg.Mark(100.0, 0.0, "original", reference=True))
-    drawing = svg.scatter(
-        marks,
-        xlabel=f"KV cache {_where(job)}, % of full attention",
-        ylabel="loss against the original (nats a token)",
-        limit=100 * job.settings.kv_budget,
+    drawing = functools.partial(
+        candidates_chart,
+        [(row["share"], row["lost"]) for row in candidates],
+        chosen,
+        job.settings.kv_budget,
+        xlabel=f"KV cache in {_place(job)}, % of full attention",
+        ylabel="Loss against the original\n(nats a token)",
     )
     order = sorted(range(len(candidates)), key=lambda number: (number != chosen, candidates[number]["lost"]))
+    rows = [_candidate(candidates[number]) for number in order]
     pieces = [
         html.heading("What was tried"),
-        html.figure(drawing, "Lower is better, and so is further left."),
-        html.table(
-            ["Full layers", "which", "Window", "Sink tokens", "Full decode", "Right", "Loss", "MiB", "Cache"],
-            [_candidate_cells(candidates[number]) for number in order],
-            text_columns=2,
-            chosen=0,
-        ),
+        html.figure(drawing, "Each point is a candidate. Lower is better, and so is further left."),
+        html.table(list(rows[0]), [list(row.values()) for row in rows], text_columns=2, chosen=0),
     ]
     if search["layer_scores"]:
         filled = candidates[chosen]["full_layers"]
-        drawing = svg.bars(search["layer_scores"], filled, xlabel="layer", ylabel="worth (nats a token)")
+        drawing = functools.partial(layer_scores_chart, search["layer_scores"], filled)
         pieces.append(
             html.figure(
                 drawing,
-                "What making a layer full does for the answers, beside those found before it, with 95 % intervals. "
-                "Layers without a bar gain little by a gradient, and were not tried.",
+                "How much the loss on the right answers falls when a layer gets full attention beside those that were "
+                "chosen before it, with 95 % intervals. Layers without a bar were not measured: a gradient says that "
+                "they help little.",
             )
         )
     if search["left_out"]:
         pieces += [
-            html.paragraph("Left out, as the server or the budget does not allow it:"),
+            html.paragraph("Not tried, because the server cannot run it or the budget does not allow it:"),
             html.bullets(search["left_out"]),
         ]
     if search["doubts"]:
-        pieces += [html.paragraph("What the tasks do not tell:"), html.bullets(search["doubts"])]
+        pieces += [html.paragraph("What these tasks cannot tell:"), html.bullets(search["doubts"])]
     return pieces
 
 
-def _name(row: Mapping[str, Any]) -> str:
-    return f"window {row['sliding_window']}, {row['layout']}"
+def _layout(row: Mapping[str, Any]) -> str:
+    """How the full layers of a candidate were chosen; `NONE` where it has none."""
+    return row["layout"] if row["full_layers"] or sum(row["full_head_counts"]) else NONE
 
 
-def _candidate_cells(row: Mapping[str, Any]) -> list[str]:
+def _candidate(row: Mapping[str, Any]) -> dict[str, str]:
+    """A row of the table of candidates, by its titles."""
     heads = sum(row["full_head_counts"])
-    which = ", ".join(map(str, row["full_layers"])) or "none"
-    return [
-        _CHOSEN_BY[row["layout"] if row["full_layers"] or heads else NONE],
-        which + (f" and {heads} heads" if heads else ""),
-        str(row["sliding_window"]),
-        str(row["num_sink_tokens"]),
-        "yes" if row["full_attention_decode"] else "no",
-        "" if row["right"] is None else f"{row['right']:.0%}",
-        _signed(row["lost"]),
-        f"{row['bytes'] / MEGABYTE:.2f}",
-        f"{row['share']:.1%}",
-    ]
+    return {
+        "Full layers": (", ".join(map(str, row["full_layers"])) or "none") + (f" and {heads} heads" if heads else ""),
+        "How they were chosen": HOW.get(_layout(row), ""),
+        "Window": str(row["sliding_window"]),
+        "Sink tokens": str(row["num_sink_tokens"]),
+        "Full decode": "yes" if row["full_attention_decode"] else "no",
+        "Right": "" if row["right"] is None else f"{row['right']:.0%}",
+        "Loss": _signed(row["lost"]),
+        "MiB": f"{row['bytes'] / MEGABYTE:.2f}",
+        "Cache": f"{row['share']:.1%}",
+    }
 
 
 def _serving(job: Job, export: Mapping[str, Any], canary: Mapping[str, Any] | None) -> list[str]:
     out = job.settings.out
-    model = out / "tuned" / "model" if job.settings.tune_steps else job.source.folder
+    model = shlex.quote(str(out / "tuned" / "model") if job.settings.tune_steps else job.settings.model)
     pattern = shlex.quote(str(out / "pattern.json"))
     here = [
-        f'swa-jax generate {shlex.quote(str(model))} "Once upon a time" --pattern {pattern}',
-        f"swa-jax pattern {pattern} --model {shlex.quote(str(model))} --length {job.memory.length}",
+        f'swa-jax generate {model} "Once upon a time" --pattern {pattern}',
+        f"swa-jax pattern {pattern} --model {model} --length {job.memory.length}",
     ]
-    pieces = [html.heading("How to run it")]
+    pieces = [html.heading("How to serve it" if export else "How to run it")]
     if export:
         pieces += [
             html.paragraph(line) for text in export["describe"] for line in text.splitlines() if "Start it" not in line
@@ -384,16 +384,31 @@ def _serving(job: Job, export: Mapping[str, Any], canary: Mapping[str, Any] | No
             folder = str(job.export_folder)
             lines = ["import transformers", f"model = transformers.AutoModelForCausalLM.from_pretrained({folder!r})"]
             pieces.append(html.code(lines))
+        if command := _check_command(job):
+            after = "It prints one sentence, and ends with status 0 (right), 1 (wrong) or 2 (it cannot tell)."
+            pieces += [
+                html.paragraph("Then check that the server computes this model and not something else:"),
+                html.code(command),
+                html.paragraph(after),
+            ]
         pieces.append(html.paragraph(_receipt(job, canary)))
     return [*pieces, html.paragraph("With this library:"), html.code(here)]
 
 
+def _check_command(job: Job) -> list[str]:
+    """The command that compares a running server with the export's receipt; none where there is no receipt."""
+    if job.export_folder is None or not (script := job.export_folder / SCRIPT.name).exists():
+        return []
+    port = PORTS.get(job.settings.server or "")
+    return [f"python {shlex.quote(str(script))} " + (f"--url http://localhost:{port}" if port else "--transformers")]
+
+
 def _receipt(job: Job, canary: Mapping[str, Any] | None) -> str:
     """What is known of the export's receipt; None: it is not made yet."""
-    if canary is None:
-        return "The receipt of the export (canary.json) is still being made. If it is not there, run the command again."
     if not job.settings.canary:
-        return "The export has no receipt (--no-canary)."
+        return "The export has no receipt to check a server by (--no-canary)."
+    if canary is None:
+        return "The receipt to check a server by (canary.json) is not finished. If it does not come, run adapt again."
     return str(canary["describe"])
 
 
@@ -411,10 +426,8 @@ def _origin(job: Job, results: Results) -> list[str]:
 
 
 def _device() -> str:
-    device = jax.devices()[0]
-    return (
-        f"{len(jax.devices())} x {device.device_kind}" if device.platform != "cpu" else f"a CPU ({platform.machine()})"
-    )
+    kind = jax.devices()[0].device_kind
+    return f"a CPU ({platform.machine()})" if jax.default_backend() == "cpu" else f"{len(jax.devices())} x {kind}"
 
 
 def _program() -> str:

@@ -38,6 +38,12 @@ SINK_TOKENS = 4  # SWAA's and StreamingLLM's number, where sink tokens are tried
 # How the layers that stay full are chosen: by the answers' loss, by their place alone, or none of them.
 BY_LOSS, BY_HEADS, NONE = "nll", "nll-heads", "none"
 BY_PLACE = ("interleave", "begin-middle-end")
+HOW = {
+    BY_LOSS: "chosen by the answers' loss",
+    BY_HEADS: "chosen by the answers' loss",
+    BY_PLACE[0]: "at equal distances",
+    BY_PLACE[1]: "at the start, middle and end",
+}
 
 
 class Effort(NamedTuple):
@@ -321,7 +327,9 @@ class Search:
             }
         )
         right = "" if row["right"] is None else f", {row['right']:.0%} right"
-        self.report(f"{_title(point)}: loses {row['lost']:.3f} nats a token{right}, {row['share']:.1%} of the cache")
+        title = _title(point, any(pattern.full_head_counts) or bool(pattern.full_layers))
+        lost = f"loss {row['lost']:+.3f} nats a token against the original"
+        self.report(f"{title}: {lost}{right}, {row['share']:.1%} of the cache")
         return row
 
     def _score(self, pattern: AttentionPattern) -> dict[str, Any]:
@@ -343,11 +351,11 @@ class Search:
         return dataclasses.replace(pattern, provenance=provenance)
 
 
-def _title(point: Point) -> str:
+def _title(point: Point, some_full: bool = True) -> str:
     more = f", {point.num_sink_tokens} sink tokens" if point.num_sink_tokens else ""
     more += ", full-attention decode" if point.full_attention_decode else ""
     unit = "heads" if point.layout == BY_HEADS else "layers"
-    chosen = "no full layer" if point.layout == NONE else f"full {unit} by {point.layout}"
+    chosen = f"full {unit} {HOW[point.layout]}" if some_full and point.layout in HOW else f"no full {unit}"
     return f"window {point.sliding_window}, {chosen}{more}"
 
 

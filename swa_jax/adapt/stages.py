@@ -214,8 +214,8 @@ class Run:
             self.results.report(sentence)
         if found.nothing_told and not settings.force:
             raise ConfigError(
-                "no task tells full attention from windows in every layer, so that a search would choose by chance "
-                f"({found.sentences[0]}): go on all the same with --force"
+                "windows in every layer do as well as full attention on these prompts, so the search would choose by "
+                f"chance ({found.sentences[0]}): search all the same with --force"
             )
         with Progress("steps") as progress:
             search = Search(

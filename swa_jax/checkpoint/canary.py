@@ -357,21 +357,25 @@ def summary(canary: Mapping[str, Any]) -> str:
     wrong, probes = canary["readings"][1:], canary["probes"]
     rounding = canary["rounding"]["bfloat16"]
     told = [reading for reading in wrong if reading["told_apart"] == "bfloat16"]
-    longest = len(probes[0]["tokens"])
-    lines = [f"{check_server.CANARY_FILE} has {len(probes)} probes of up to {longest} tokens."]
+    longest, values = len(probes[0]["tokens"]), sum(len(probe["positions"]) for probe in probes)
+    lines = [
+        f"{check_server.CANARY_FILE} has the log-probabilities that this model gives to {len(probes)} texts of up to "
+        f"{longest} tokens. {SCRIPT.name} compares a server with them."
+    ]
     if told:
         nearest = min(told, key=lambda reading: reading["difference"])
         lines.append(
-            f"They tell {len(told)} wrong readings from the right one; the nearest ({nearest['sentence']}) is "
-            f"{nearest['difference']:.2g} away in log-probability, and bfloat16 rounds by {rounding:.2g}."
+            f"Its {values} values together show {len(told)} mistakes that servers make. The hardest to see "
+            f"({nearest['sentence']}) changes a value by {nearest['difference']:.2g} on average; rounding to bfloat16 "
+            f"changes it by {rounding:.2g}."
         )
     for dtype, words in (
-        ("float32", "only a server in float32 can be told from one with"),
-        ("no", "nothing tells the right reading from"),
+        ("float32", "These mistakes are seen only on a server that computes in float32"),
+        ("no", "These mistakes change this model too little to be seen"),
     ):
         alike = [reading["sentence"] for reading in wrong if reading["told_apart"] == dtype]
         if alike:
-            lines.append(f"With this model {words}: {'; '.join(alike)}.")
+            lines.append(f"{words}: {'; '.join(alike)}.")
     return " ".join(lines)
 
 

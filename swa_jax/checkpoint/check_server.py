@@ -122,10 +122,13 @@ def _verdict(
     if best == 0:
         usual = case.evidence(case.rounded)[1] >= EVIDENCE  # what a server in bfloat16 leaves no doubt about
         if doubtful := [case.readings[i]["sentence"] for i in rivals if usual[i]]:
-            return (UNKNOWN, f"cannot tell: right, or {_either(doubtful)}; its rounding ({size:.2g}) is too coarse")
+            return (
+                UNKNOWN,
+                f"cannot tell: right, or {_either(doubtful)}; it rounds too much ({size:.2g}) to say which",
+            )
         close = [case.readings[i]["sentence"] for i in rivals]
-        also = f"; it would look the same with this: {_either(close)}" if close else ""
-        return RIGHT, f"right: {name} (mean difference {size:.2g}){also}"
+        also = f"; with this mistake it would look the same: {_either(close)}" if close else ""
+        return RIGHT, f"right: {name} (log-probabilities differ by {size:.2g} on average, which is rounding){also}"
     others = [case.readings[i]["sentence"] for i in rivals]
     also = f" (or {_either(others)})" if others else ""
     nearly = ", or nearly so" if uneven else ""
@@ -134,20 +137,20 @@ def _verdict(
 
 def _nothing_fits(case: Case, observed: np.ndarray, best: int, size: float, limit: float) -> tuple[int, str]:
     """The verdict where even the nearest reading is further away than rounding explains."""
-    nearest = case.readings[best]["sentence"] if best else "the right one"
+    nearest = case.readings[best]["sentence"] if best else "the right model"
     off = np.abs(observed - case.expected[0])
     early = float(off[case.control].mean()) if case.control.any() else size
     late = float(off[~case.control].mean()) if not case.control.all() else early
     if early <= limit < late:
-        return WRONG, f"wrong: an error of attention that is not known here; the nearest reading is {nearest}"
+        return WRONG, f"wrong: attention differs, by none of the mistakes known here; the nearest is {nearest}"
     if best == 0 and size <= 4 * limit and late <= 2 * early:
         return UNKNOWN, (
-            f"cannot tell: the log-probabilities differ by {size:.2g} wherever one looks (bfloat16 would by "
-            f"{case.rounding.mean():.2g}): weights that were quantised? The right reading is nearest"
+            f"cannot tell: the log-probabilities differ by {size:.2g} everywhere (rounding to bfloat16 would be "
+            f"{case.rounding.mean():.2g}): perhaps the weights are quantised. The right model is nearest"
         )
     return WRONG, (
         f"wrong: the log-probabilities differ by {off.mean():.2g}, also where attention does not matter: other "
-        f"weights or rotary embeddings? The nearest reading is {nearest}"
+        f"weights or rotary embeddings? The nearest is {nearest}"
     )
 
 

@@ -22,13 +22,13 @@ LEFT_OUT: tuple[tuple[str, Any, str], ...] = (
     ("attention_softcap", None, "attention logits without their softcap"),
     ("logit_softcap", None, "output logits without their softcap"),
     ("attention_scale", None, "attention logits divided by the square root of head_dim, not scaled as written"),
-    ("embedding_multiplier", 1.0, "embeddings without their factor"),
-    ("residual_multiplier", 1.0, "layers' outputs without their factor"),
-    ("logit_multiplier", 1.0, "output logits without their factor"),
+    ("embedding_multiplier", 1.0, "embeddings are not multiplied by their factor"),
+    ("residual_multiplier", 1.0, "the outputs of layers are not multiplied by their factor"),
+    ("logit_multiplier", 1.0, "output logits are not multiplied by their factor"),
     ("attention_bias", False, "queries, keys and values without their biases"),
     ("qk_norm", False, "queries and keys without their norms"),
     ("v_norm", False, "values without their norm"),
-    ("layer_scalar", False, "layers' outputs without their stored factor"),
+    ("layer_scalar", False, "the outputs of layers are not multiplied by their stored factor"),
     ("norm_bias", False, "norms without their biases"),
 )
 
@@ -121,7 +121,7 @@ def _windows(right: Reading, hf: Mapping[str, Any]) -> Iterator[Reading]:
         dropped = dataclasses.replace(pattern, layer_types=types, full_kv_heads=())
         yield reading("full heads dropped", "the full heads have windows", dropped)
     everywhere = dataclasses.replace(full, layer_types=(WINDOW,) * layers)
-    yield reading("window everywhere", "windows in every layer, where layers should see everything", everywhere)
+    yield reading("window everywhere", "a window in every layer, although some should have full attention", everywhere)
     for name, sentence, other, first in (
         ("window - 1", "the window is one key shorter", window - 1, True),
         ("window + 1", "the window is one key longer", window + 1, True),
@@ -133,7 +133,7 @@ def _windows(right: Reading, hf: Mapping[str, Any]) -> Iterator[Reading]:
             yield reading(name, f"{sentence} ({other} in place of {window})", changed, first)
     if pattern.num_sink_tokens:
         dropped = dataclasses.replace(pattern, num_sink_tokens=0)
-        yield reading("sink tokens dropped", "the sink tokens are not seen behind the window", dropped)
+        yield reading("sink tokens dropped", "the sink tokens are not seen beyond the window", dropped)
 
 
 def _layers(right: Reading) -> Iterator[Reading]:
@@ -153,8 +153,8 @@ def _layers(right: Reading) -> Iterator[Reading]:
         "windows where attention should be full, and the other way round",
         tuple(other[k] for k in types),
     )
-    yield reading("kinds one layer late", "each layer has the kind of the one below it", (types[-1], *types[:-1]))
-    yield reading("kinds one layer early", "each layer has the kind of the one above it", (*types[1:], types[0]))
+    yield reading("kinds one layer late", "each layer has the attention of the one below it", (types[-1], *types[:-1]))
+    yield reading("kinds one layer early", "each layer has the attention of the one above it", (*types[1:], types[0]))
     even = tuple(FULL if layer % 2 else WINDOW for layer in range(len(types)))
     yield reading("every second layer", "windows in layers 0, 2, 4 and so on", even)
     step = max(1, (len(types) - 1) / (MOST_LAYERS - 1))
@@ -179,7 +179,7 @@ def _rope(right: Reading) -> Iterator[Reading]:
     if config.heads_differ:  # a layer's heads go with its RoPE
         yield reading(
             "rope swapped",
-            "RoPE by the wrong layer type",
+            "each layer has the RoPE of the other layer type",
             rope_theta=config.local_rope_theta,
             local_rope_theta=config.rope_theta,
             rope_scaling=None,
@@ -187,7 +187,7 @@ def _rope(right: Reading) -> Iterator[Reading]:
     elif "local" in kinds:
         other: dict[str, RopeKind] = {"local": "global", "global": "local", "none": "none"}
         swapped: tuple[RopeKind, ...] = tuple(other[kind] for kind in kinds)
-        yield reading("rope swapped", "RoPE by the wrong layer type", rope_layers=swapped)
+        yield reading("rope swapped", "each layer has the RoPE of the other layer type", rope_layers=swapped)
         yield reading("rope global", "the RoPE of full layers in every layer", rope_layers=("global",) * layers)
         yield reading("rope local", "the RoPE of windowed layers in every layer", rope_layers=("local",) * layers)
     if "none" in kinds and not config.heads_differ:

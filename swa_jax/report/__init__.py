@@ -1,6 +1,7 @@
 """Pictures, and every table that a terminal shows. They take plain numbers; nothing here measures anything.
 
-Every picture is a PNG, written whole or not at all, without a display. `style` is the one style of all of them.
+Every picture is a PNG file, written whole or not at all, without a display; some also go into a page, as SVG. `style`
+is the one style of all of them.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ if TYPE_CHECKING:
     )
     from swa_jax.report.layer_charts import layer_scores_chart, routing_chart
     from swa_jax.report.line_charts import routed_cpt_chart, training_curves
-    from swa_jax.report.memory_charts import accuracy_memory_chart, frontier_chart
-    from swa_jax.report.tables import compare_table, pattern_table, table_console, wide_console
+    from swa_jax.report.memory_charts import accuracy_memory_chart, candidates_chart, frontier_chart
+    from swa_jax.report.tables import compare_table, pattern_table, table_console
 
 __all__ = [
     "accuracy_memory_chart",
+    "candidates_chart",
     "compare_table",
     "frontier_chart",
     "head_map",
@@ -39,13 +41,13 @@ __all__ = [
     "sweep_heat",
     "table_console",
     "training_curves",
-    "wide_console",
 ]
 
 __getattr__ = lazy(
     __name__,
     {
         "accuracy_memory_chart": "memory_charts",
+        "candidates_chart": "memory_charts",
         "compare_table": "tables",
         "frontier_chart": "memory_charts",
         "head_map": "heat_maps",
@@ -60,6 +62,5 @@ __getattr__ = lazy(
         "sweep_heat": "heat_maps",
         "table_console": "tables",
         "training_curves": "line_charts",
-        "wide_console": "tables",
     },
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from io import StringIO
 
 from swa_jax.report.style import BLUE, GREEN, GREY, INK, ORANGE, SKY, VERMILION
 
@@ -26,24 +27,38 @@ p, li {{ max-width: 46rem; }}
 .cards {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(12.5rem, 1fr)); gap: .8rem; margin: 1.4rem 0; }}
 .card {{ background: var(--panel); border-radius: .5rem; padding: .8rem 1rem; }}
 .card strong {{ display: block; font-size: 1.55rem; line-height: 1.25; font-variant-numeric: tabular-nums; }}
-.scroll {{ overflow-x: auto; margin: .8rem 0; }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; min-width: 100%; }}
 th, td {{ text-align: left; padding: .4rem .9rem .4rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }}
 th {{ font-weight: 600; font-size: .87rem; color: var(--soft); vertical-align: bottom; }}
-td:first-child {{ min-width: 11rem; }}
-td.number, th.number {{ text-align: right; white-space: nowrap; }}
+td:first-child {{ min-width: 10rem; }}
+.number {{ text-align: right; }}
+th:last-child, td:last-child {{ padding-right: 0; }}
+.more {{ display: block; color: var(--soft); font-size: .85em; font-weight: 400; }}
+.number .more {{ white-space: nowrap; }}
 tr.chosen td {{ background: var(--panel); font-weight: 600; }}
 .good {{ color: var(--good); }} .bad {{ color: var(--bad); }}
-pre {{ background: var(--panel); padding: .9rem 1rem; border-radius: .5rem; overflow-x: auto; font-size: .88rem; }}
+@media (max-width: 56rem) {{ /* each row of a wide table becomes a list of its columns */
+  td, th {{ padding-right: .5rem; }}
+  td:first-child {{ min-width: 0; }}
+  .wide thead {{ display: none; }}
+  .wide, .wide tbody, .wide tr, .wide td {{ display: block; }}
+  .wide tr {{ border-bottom: 1px solid var(--line); padding: .5rem 0; }}
+  .wide td {{ border: 0; padding: .1rem 0; display: flex; justify-content: space-between; gap: 1rem;
+    text-align: right; }}
+  .wide td::before {{ content: attr(data-title); color: var(--soft); text-align: left; }}
+  .wide td:first-child {{ display: block; text-align: left; font-weight: 600; }}
+  .wide td:first-child::before {{ content: attr(data-title) ": "; font-weight: 400; }}
+  .wide td:first-child div {{ display: inline; }} .wide td:empty {{ display: none; }} }}
+pre {{ background: var(--panel); padding: .9rem 1rem; border-radius: .5rem; font-size: .88rem; white-space: pre-wrap;
+  overflow-wrap: anywhere; }}
 code {{ font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }}
 .layers {{ display: flex; flex-wrap: wrap; gap: 4px; padding: 0; margin: .8rem 0; list-style: none; }}
 .layers li {{ width: 2.3rem; height: 2.3rem; display: grid; place-items: center; border-radius: .3rem;
   font-size: .85rem; border: 1px solid var(--line); color: var(--soft); }}
 .layers li.full {{ background: var(--accent); border-color: var(--accent); color: var(--ground); font-weight: 700; }}
 .layers li.heads {{ border: 2px solid var(--accent); color: var(--ink); }}
-figure {{ margin: 1rem 0; overflow-x: auto; }}
-svg {{ display: block; width: 100%; min-width: 34rem; height: auto; }}
-svg text {{ fill: var(--ink); font: 13px system-ui, sans-serif; }} svg .soft {{ fill: var(--soft); font-size: 12px; }}
+figure {{ margin: 1rem 0; }}
+svg {{ display: block; width: 100%; max-width: 44rem; height: auto; }}
 """
 
 
@@ -105,24 +120,32 @@ def table(
     chosen: int | None = None,
     kinds: Sequence[str] | None = None,
 ) -> str:
-    """A table that scrolls where the window is narrow.
+    """A table; where the window is narrow, each row of more than 4 columns becomes a list, so that none is cut off.
+
+    What follows a newline in a cell stands below, smaller.
 
     Args:
       text_columns: how many columns, from the left, hold text; the others hold numbers.
       chosen: the row that is set off.
-      kinds: for each row a class of its last cell: "good", "bad" or "".
+      kinds: for each row a class of its last cell of text: "good", "bad" or "".
     """
 
-    def cell(tag: str, place: int, text: str, kind: str = "") -> str:
-        number = "number" if place >= text_columns else ""
-        return f"<{tag}{_class(' '.join(filter(None, (number, kind))))}>{escape(text)}</{tag}>"
+    def cell(place: int, text: str, kind: str) -> str:
+        name = kind if place == text_columns - 1 else kind_of[place]
+        first, _, more = escape(text).partition("\n")
+        below = f'<span class="more">{more}</span>' if more else ""
+        # In one element, as a narrow window sets title and text side by side.
+        inner = f"<div>{first}{below}</div>" if text else ""
+        return f'<td{_class(name)} data-title="{escape(titles[place])}">{inner}</td>'
 
-    lines = ["<tr>" + "".join(cell("th", place, title) for place, title in enumerate(titles)) + "</tr>"]
+    kind_of = ["number" if place >= text_columns else "" for place in range(len(titles))]
+    heads = [f"<th{_class(kind)}>{escape(title)}</th>" for kind, title in zip(kind_of, titles, strict=True)]
+    lines = []
     for number, row in enumerate(rows):
-        last = kinds[number] if kinds else ""
-        inner = [cell("td", place, text, last if place == len(row) - 1 else "") for place, text in enumerate(row)]
+        inner = [cell(place, text, kinds[number] if kinds else "") for place, text in enumerate(row)]
         lines.append(f"<tr{_class('chosen' if number == chosen else '')}>{''.join(inner)}</tr>")
-    return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
+    wide = "wide" if len(titles) > 4 else ""
+    return f"<table{_class(wide)}><thead><tr>{''.join(heads)}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 
 def layer_row(kinds: Sequence[str]) -> str:
@@ -134,8 +157,12 @@ def layer_row(kinds: Sequence[str]) -> str:
     return f'<ol class="layers" aria-label="layers">{"".join(boxes)}</ol>'
 
 
-def figure(drawing: str, caption: str) -> str:
-    return f"<figure>{drawing}<figcaption>{escape(caption)}</figcaption></figure>"
+def figure(draw: Callable[[StringIO], None], caption: str) -> str:
+    """A picture that one of this package's charts draws, with its caption."""
+    drawing = StringIO()
+    draw(drawing)
+    picture = drawing.getvalue().replace("<svg ", f'<svg role="img" aria-label="{escape(caption)}" ', 1)
+    return f"<figure>{picture}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
 def _class(name: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -22,15 +24,19 @@ type DepthLine = Sequence[tuple[float, Estimate]]  # depth from 0 to 1, and the 
 def layer_scores_chart(
     scores: Sequence[Estimate],
     chosen: Sequence[int],
-    file: str | Path,
+    file: str | Path | StringIO,
     *,
-    title: str,
+    title: str = "",
     axis: str = "Answer loss saved by making\nthis layer full (nats a token)",
 ) -> None:
-    """Draw one bar a layer with its 95 % interval, where it has one; the layers chosen to stay full stand out."""
+    """Draw one bar a layer with its 95 % interval, where it has one; the layers chosen to stay full stand out.
+
+    A layer whose mean is None or NaN has no bar.
+    """
     layers = np.arange(len(scores))
-    means = np.array([mean for mean, *_ in scores])
-    figure = style.new_figure(max(4.6, 1.5 + 0.34 * len(scores)), 3.3, title)
+    means = np.array([mean for mean, *_ in scores], np.float64)
+    width = style.PAGE_WIDTH if isinstance(file, StringIO) else max(4.6, 1.5 + 0.34 * len(scores))
+    figure = style.new_figure(width, 3.3, title)
     axes = figure.add_subplot()
     stays_full = np.isin(layers, chosen)
     for label, color, here in (("kept full", BLUE, stays_full), ("windowed", GREY, ~stays_full)):
@@ -119,6 +125,8 @@ def _whiskers(axes: Axes, places: np.ndarray, means: np.ndarray, reach: np.ndarr
 
 
 def _layer_axis(axes: Axes, layers: int) -> None:
-    """A number for each layer, or for every other one where they would touch."""
-    axes.set_xticks(range(0, layers, 1 if layers <= 40 else 2))
-    axes.set_xlabel("Layer (from 0)")
+    """A number for each layer, or for every second, third, ... one where they would touch."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    every = math.ceil(0.22 * layers / (figure.get_figwidth() - 1.2))  # inches
+    axes.set(xticks=range(0, layers, every), xlabel="Layer (from 0)")

@@ -1,10 +1,12 @@
-"""What the memory of a pattern buys: needles found against the KV cache."""
+"""What the memory of a pattern buys: needles found, or the loss, against the KV cache."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,7 +15,7 @@ from swa_jax.report import style
 from swa_jax.report.labels import short_names
 from swa_jax.report.numbers import MEGABYTE, Row, error_bars, row_estimate
 from swa_jax.report.panels import draw_panels, panel_size
-from swa_jax.report.style import AXIS, BLUE, GREY, INK, SMALL, styled
+from swa_jax.report.style import AXIS, BLUE, GREY, INK, SMALL, VERMILION, styled
 
 FOUND, MEMORY, UNIT = "Needles found (%)", "KV cache", "(MB a sequence)"
 BARS = "Bars: 95 % intervals."
@@ -102,6 +104,37 @@ def frontier_chart(rows: Sequence[Row], file: str | Path, *, title: str, memory:
         _references(axes, references)
         axes.set_xlim(0, 1.08 * float(megabytes.max()))
         style.percent_axis(axes, low=-18)  # room for a name below `window`
+    style.save(figure, file)
+
+
+@styled
+def candidates_chart(
+    candidates: Sequence[tuple[float, float]],
+    chosen: int,
+    budget: float,
+    file: str | Path | StringIO,
+    *,
+    xlabel: str,
+    ylabel: str,
+) -> None:
+    """Draw the candidates of a search: loss against their share of full attention's cache, each (share, loss).
+
+    The original model, which has the whole cache and loses nothing, is an open circle; `budget` is a dashed line.
+    """
+    figure = style.new_figure(style.PAGE_WIDTH, 3.2)
+    axes = figure.add_subplot()
+    shares, losses = np.array(candidates, np.float64).T * [[100], [1]]
+    axes.axvline(100 * budget, color=VERMILION, linestyle=(0, (4, 3)), linewidth=1)
+    axes.scatter(shares, losses, s=26, color=GREY, zorder=3)
+    axes.scatter([shares[chosen]], [losses[chosen]], s=52, color=BLUE, zorder=5)
+    axes.scatter([100], [0], s=36, facecolor="white", edgecolor=INK, zorder=4)
+    above: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "bottom", "fontsize": SMALL}
+    axes.annotate("budget", (100 * budget, 1), (0, 2), xycoords=("data", "axes fraction"), **above)
+    axes.annotate("original", (100, 0), (0, 6), **above)
+    axes.annotate("chosen", (shares[chosen], losses[chosen]), (0, 6), fontweight="bold", **above)
+    axes.set(xlabel=xlabel, ylabel=ylabel, xlim=(0, max(108.0, 1.06 * float(shares.max()))))
+    axes.margins(y=0.12)
+    axes.grid(axis="y")
     style.save(figure, file)
 
 

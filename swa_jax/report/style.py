@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,15 @@ from swa_jax.files import write_bytes
 BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 HIGHLIGHTS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
 GREY = "#C3C8CE"  # what stands behind the highlighted series
-INK, AXIS = "#1F2328", "#6E7781"
+INK, AXIS, GRID = "#1F2328", "#6E7781", "#E4E7EB"
+# The colours that a page has names for: there a picture follows the page, light or dark.
+IN_PAGE = {INK: "ink", AXIS: "soft", GRID: "line", GREY: "grey", BLUE: "accent", VERMILION: "bad", "#ffffff": "ground"}
 
 # Larger numbers are darker, in every map. Lightness alone tells them apart, so that no colour vision is needed.
 SEQUENTIAL = LinearSegmentedColormap.from_list("swa-jax", ["#F5F8FB", "#A9CCE3", BLUE, "#003F66"])
 
 SMALL = 8  # points
+PAGE_WIDTH = 5.2  # inches of a picture in a page: its letters are then as large as the page's on 400 pixels
 # A picture is drawn inside this context: `@styled`.
 styled = mpl.rc_context(
     {
@@ -35,9 +39,10 @@ styled = mpl.rc_context(
         "ytick.labelcolor": INK, "xtick.color": AXIS, "ytick.color": AXIS, "axes.edgecolor": AXIS,
         "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.7,
         "xtick.major.width": 0.7, "ytick.major.width": 0.7, "xtick.major.size": 3, "ytick.major.size": 3,
-        "grid.color": "#E4E7EB", "grid.linewidth": 0.7, "axes.axisbelow": True,
+        "grid.color": GRID, "grid.linewidth": 0.7, "axes.axisbelow": True,
         "lines.linewidth": 1.5, "lines.markersize": 4.5, "errorbar.capsize": 2,
         "legend.frameon": False, "legend.fontsize": SMALL, "savefig.dpi": 200,
+        "svg.hashsalt": "swa-jax",
     }
 )  # fmt: skip
 
@@ -64,9 +69,20 @@ def luminance(color: ArrayLike) -> float:
     return float(linear @ [0.2126, 0.7152, 0.0722])
 
 
-def save(figure: Figure, file: str | Path) -> None:
-    """Write the picture as PNG; the file appears whole or not at all."""
+def save(figure: Figure, to: str | Path | io.StringIO) -> None:
+    """Write the picture: to a file as PNG, which appears whole or not at all; or as SVG, to stand inside a page."""
+    if isinstance(to, io.StringIO):
+        drawn = io.StringIO()
+        figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
+        text = drawn.getvalue()
+        # A page may have several pictures, needs no namespaces, and links to nothing.
+        text = re.sub(r'<metadata>.*?</metadata>|(?<=<g) id="[^"]*"| xmlns(:\w+)?="[^"]*"', "", text, flags=re.DOTALL)
+        text = text[text.index("<svg") :].replace("xlink:href", "href")
+        for color, name in IN_PAGE.items():
+            text = text.replace(color.lower(), f"var(--{name})")
+        to.write(text)
+        return
     picture = io.BytesIO()
     FigureCanvasAgg(figure)
     figure.savefig(picture, format="png")
-    write_bytes(file, picture.getvalue())
+    write_bytes(to, picture.getvalue())

@@ -36,7 +36,7 @@ def test_the_plan_says_what_would_be_done_and_does_nothing(tmp_path):
         assert any(line.strip().startswith(f"{number}. ") and words in line for line in said.splitlines())
     assert "export for vllm" in said
     assert "4 sink tokens: vllm 0.33.0 cannot run this pattern" in said
-    assert "\nNothing was done.\n" in said
+    assert "\nThis is a plan: nothing was run and nothing was written.\n" in said
 
 
 def test_the_estimate_grows_with_the_work(tmp_path):

@@ -18,7 +18,10 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-ALL_REQUIREMENTS = [Requirement(text) for text in sum(EXTRAS.values(), PROJECT["dependencies"])]
+OWN = f"{PROJECT['name']}["  # an extra that has another one
+ALL_REQUIREMENTS = [
+    Requirement(text) for text in sum(EXTRAS.values(), PROJECT["dependencies"]) if not text.startswith(OWN)
+]
 CONSTRAINTS = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines())
 PINNED = {canonicalize_name(name): version for name, version in CONSTRAINTS.items()}
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import yaml
 from timing import wait_until
 
 from launch import gke, tpu_vm
-from launch.settings import Runner, Settings, main
+from launch.settings import Runner, Settings, TpuVm, main
 from swa_jax.errors import ConfigError
 from swa_jax.settings import from_dict, load_config
 from swa_jax.train.config import TrainConfig
@@ -73,6 +74,12 @@ def test_only_what_is_expected_is_a_sentence(capsys):
         (["tpu_vm=null"], "missing key 'tpu_vm': project, zone and repository"),
         (["tpu_vm={zone: a, repository: b}"], "missing key 'tpu_vm.project'"),
         (["tpu_vm.reserved=true"], "'tpu_vm.spot' and 'tpu_vm.reserved' are both set"),
+        (["tpu_vm.secrets={WANDB-KEY: a}"], "'tpu_vm.secrets' has 'WANDB-KEY', which is no name of an environment"),
+        (["config=configs/no.yaml"], "'config' is 'configs/no.yaml', and there is no such file here: run this in"),
+        (
+            ["overrides=[output=/s, stages.0.stps=5]"],
+            "configs/bosch/qwen3-8b.yaml with 'overrides': unknown key 'stages.0.stps'; did you mean 'steps'?",
+        ),
         (["topology=tpu7x:4x4x4"], "'topology' is 'tpu7x:4x4x4', which Google offers through GKE only"),
     ],
 )
@@ -89,6 +96,8 @@ def test_gkes_own_settings(capsys):
         ("apply", "gke=null", "missing key 'gke': image and volume_claim"),
         ("apply", "gke={image: x}", "missing key 'gke.volume_claim'"),
         ("xpk", "slices=1", "missing key 'gke.cluster': xpk needs it"),
+        ("render", "overrides=[output=/s, seed=x]", "configs/bosch/qwen3-8b.yaml with 'overrides': 'seed' must be int"),
+        ("xpk", "gke={image: a, volume_claim: b, cluster: c, project: d, zone: e, secret: f}", "'gke.secret' is set"),
     ):
         assert main(gke.VERBS, "", [verb, str(EXAMPLE), change]) == 2
         assert capsys.readouterr().err.startswith(sentence)
@@ -122,6 +131,29 @@ def test_the_run_that_the_example_starts_can_be_read(monkeypatch):
     assert config.stages[0].data[0].files == ("/shared/data/prolong",)
 
 
+def test_it_says_where_the_machines_read_the_configuration(capsys, monkeypatch):
+    """It cannot look there, nor at what only they have."""
+    monkeypatch.chdir(ROOT)
+    assert main(tpu_vm.VERBS, "", ["up", str(EXAMPLE), "--dry-run"]) == 0
+    said = "the machines read configs/bosch/qwen3-8b.yaml from my-repository.git, revision main: push it there first\n"
+    assert capsys.readouterr().err == said
+    assert main(gke.VERBS, "", ["render", str(EXAMPLE)]) == 0
+    assert capsys.readouterr().err.endswith("from the image my-image:1: build and push it again after a change\n")
+    assert main(gke.VERBS, "", ["render", str(EXAMPLE), "config=/shared/a.yaml"]) == 0
+    assert capsys.readouterr().err == "/shared/a.yaml was not checked: it is not on this machine\n"
+    monkeypatch.setitem(sys.modules, "swa_jax.train.config", None)  # a laptop without JAX
+    assert main(gke.VERBS, "", ["apply", str(EXAMPLE), "--dry-run"]) == 0
+    assert "configs/bosch/qwen3-8b.yaml was not checked: swa_jax.train.config is not" in capsys.readouterr().err
+
+
+def test_without_its_packages_a_launcher_says_so_in_a_sentence():
+    code = "import importlib.util as u, runpy; real = u.find_spec\n"
+    code += "u.find_spec = lambda name, *more: None if name == 'typer' else real(name, *more)\n"
+    code += "runpy.run_module('launch.gke', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "the launchers need typer: pip install rich typer PyYAML\n")
+
+
 # ---- TPU VMs ----
 
 
@@ -137,6 +169,40 @@ def test_one_slice_is_asked_for(capsys):
         "--node-id=bosch-8b",
         "--spot",
     }
+
+
+def test_network_and_service_account_are_asked_for(capsys):
+    changes = ["tpu_vm.network=net", "tpu_vm.subnetwork=sub", "tpu_vm.service_account=me@p.iam.gserviceaccount.com"]
+    (command,) = dry(capsys, tpu_vm.VERBS, "create", *changes)
+    assert {"--network=net", "--subnetwork=sub", "--service-account=me@p.iam.gserviceaccount.com"} < set(command)
+    assert flag(command, "scopes") == "https://www.googleapis.com/auth/cloud-platform"
+
+
+def test_secrets_are_read_on_the_machine(tmp_path, capsys):
+    """The command for ssh, run here with a gcloud that knows one secret."""
+    known = "secrets versions access latest --secret=wandb-key --project=my-project"
+    programs = {
+        "gcloud": f'[ "$*" = "{known}" ] && echo s3cret',
+        "swa-jax/.venv/bin/swa-jax": 'echo "key $WANDB_API_KEY"',
+    }
+    for name, script in programs.items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"#!/bin/sh\n{script}\n")
+        file.chmod(0o755)
+
+    def started(secret: str) -> int:
+        changes = ["tpu_vm.prepare=''", f"tpu_vm.secrets={{WANDB_API_KEY: {secret}}}"]
+        (command,) = dry(capsys, tpu_vm.VERBS, "start", *changes)
+        assert "s3cret" not in " ".join(command)
+        run = ["bash", "-c", flag(command, "command")]
+        return subprocess.run(run, cwd=tmp_path, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}).returncode
+
+    assert started("wandb-key") == 0
+    log = tmp_path / "swa-jax" / "train.log"
+    wait_until(lambda: log.exists() and log.read_text())
+    assert log.read_text() == "key s3cret\n"
+    assert started("another") != 0, "a run without its key would fail later"
 
 
 def test_several_slices_are_asked_for(capsys):
@@ -199,7 +265,7 @@ def test_what_is_started_on_a_machine_says_its_status_and_gets_its_arguments(tmp
 
     # A process that is frozen does not keep a lost run from being started again.
     settings = load_config(Settings, EXAMPLE, changes)
-    tpu_vm.start(settings, Runner(dry_run=True), lost=True)
+    tpu_vm.begin(settings, Runner(dry_run=True), lost=True)
     again = shlex.split(capsys.readouterr().out)
     assert shell(start).returncode == 0
     frozen = int((folder / "train.pid").read_text())
@@ -367,6 +433,34 @@ def test_a_program_that_is_not_installed(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == "gcloud is not installed, or not on PATH\n"
 
 
+def test_the_manual_mounts_a_bucket(tmp_path):
+    """Its settings are settings; its command installs what mounts a bucket where it is not there, and mounts once."""
+    blocks = re.findall(r"```yaml\n(tpu_vm:.*?)```", (ROOT / "docs" / "pods.md").read_text(), re.DOTALL)
+    for block in blocks:
+        from_dict(TpuVm, {"project": "p", "zone": "z", "repository": "r", **yaml.safe_load(block)["tpu_vm"]})
+    prepare = yaml.safe_load(blocks[0])["tpu_vm"]["prepare"]
+    said = tmp_path / "said"
+    stub = f'#!/bin/sh\necho "$(basename $0) $*" >> {said}\n'
+    for name in ("curl", "sudo", "lsb_release"):
+        (tmp_path / name).write_text(stub + ("cat > /dev/null; exit 0" if name == "sudo" else ""))
+    (tmp_path / "mountpoint").write_text("#!/bin/sh\ntest -e mounted")
+
+    def run() -> list[str]:
+        for file in tmp_path.iterdir():
+            file.chmod(0o755)
+        said.write_text("")
+        command = ["bash", "-c", f"({prepare}) && true"]
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "USER": "me"}
+        subprocess.run(command, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, check=False)
+        return said.read_text().splitlines()
+
+    assert "sudo apt-get install -y gcsfuse" in run()
+    (tmp_path / "gcsfuse").write_text(stub)
+    assert run() == ["sudo mkdir -p /shared", "sudo chown me /shared", "gcsfuse --implicit-dirs my-bucket /shared"]
+    (tmp_path / "mounted").touch()
+    assert run() == ["sudo mkdir -p /shared"]
+
+
 # ---- GKE ----
 
 # The fields of a JobSet (jobset.x-k8s.io/v1alpha2), and of the Kubernetes objects in it, that exist.
@@ -406,6 +500,18 @@ def test_the_manifest_is_a_jobset(capsys):
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     claims = {volume["name"]: volume["persistentVolumeClaim"]["claimName"] for volume in pod["volumes"]}
     assert (mounts, claims) == ({"shared": "/shared"}, {"shared": "shared"})
+
+
+def test_a_secret_and_a_bucket_reach_the_pods():
+    plain, full = (
+        gke.manifest(settings(*changes))["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+        for changes in ([], ["gke.secret=keys", "gke.gcs_fuse=true", "gke.service_account=trainer"])
+    )
+    assert "metadata" not in plain
+    assert full["metadata"] == {"annotations": {"gke-gcsfuse/volumes": "true"}}
+    assert full["spec"]["serviceAccountName"] == "trainer"
+    assert full["spec"]["containers"][0]["envFrom"] == [{"secretRef": {"name": "keys"}}]
+    assert "envFrom" not in plain["spec"]["containers"][0]
 
 
 def test_preemptions_restart_the_jobset_for_ever_and_failures_do_not():

@@ -36,18 +36,20 @@ def local(*arguments: object, stand_in: str | None = None) -> subprocess.Popen[s
     )
 
 
-def test_local_dry_run():
-    out, _ = local("a b.yaml", "x=[1, 2]", "--processes", 2, "--cpu-devices", 4, "--dry-run").communicate()
+def test_local_dry_run(tmp_path):
+    file = tmp_path / "a b.yaml"
+    file.write_text((ROOT / "configs" / "swat-tiny.yaml").read_text())
+    out, _ = local(file, "output=runs/a b", "--processes", 2, "--cpu-devices", 4, "--dry-run").communicate()
     lines = [shlex.split(line) for line in out.splitlines()]
     assert len(lines) == 2
     for number, line in enumerate(lines):
         assert line[:2] == ["env", "JAX_PLATFORMS=cpu"]
         assert line[2].endswith("--xla_force_host_platform_device_count=4")
-        assert line[4:9] == ["-m", "swa_jax.cli", "train", "a b.yaml", "x=[1, 2]"]
+        assert line[4:9] == ["-m", "swa_jax.cli", "train", str(file), "output=runs/a b"]
         assert line[10:] == ["--processes=2", f"--process-id={number}"]
     assert lines[0][9] == lines[1][9]
     assert lines[0][9].startswith("--coordinator=127.0.0.1:")
-    out, _ = local("c.yaml", "--processes", 2, "--gpus", 2, "--dry-run").communicate()
+    out, _ = local(file, "--processes", 2, "--gpus", 2, "--dry-run").communicate()
     assert [shlex.split(line)[1] for line in out.splitlines()] == [
         "CUDA_VISIBLE_DEVICES=0,1",
         "CUDA_VISIBLE_DEVICES=2,3",
@@ -57,6 +59,11 @@ def test_local_dry_run():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        (["no.yaml", "--processes", 1, "--dry-run"], "configuration file no.yaml does not exist"),
+        (
+            ["configs/swat-tiny.yaml", "stages.0.stps=5", "--processes", 1, "--dry-run"],
+            "unknown key 'stages.0.stps'; did you mean 'steps'?",
+        ),
         (["c.yaml"], "Missing option '--processes'; --help says more"),
         (["c.yaml", "--processes", 0], "Invalid value for '--processes': Input should be greater than or equal to 1;"),
         (

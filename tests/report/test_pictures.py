@@ -2,6 +2,7 @@
 
 import ast
 import itertools
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import swa_jax.report
 from swa_jax.evaluate import Estimate
 from swa_jax.report import (
     accuracy_memory_chart,
+    candidates_chart,
     frontier_chart,
     head_map,
     layer_ratio_map,
@@ -72,11 +74,15 @@ PICTURES = {
     "layers": lambda file: layer_scores_chart(
         [Estimate(0.5, 0.4, 0.7), Estimate(-0.1, -0.2, 0.0), (0.2, None, None)], [0], file, title="Layers"
     ),
+    "many layers in a page": lambda file: layer_scores_chart([(0.1, None, None)] * 61, [3, 60], StringIO()),
     "heads": lambda file: head_map(
         np.eye(8, 4), file, title="Heads", scores=np.random.default_rng(0).random((8, 4)), larger_is_local=True
     ),
     "many heads": lambda file: head_map(np.eye(36, 32), file, title="Heads"),
     "patterns": lambda file: accuracy_memory_chart(DEMO, file),
+    "candidates": lambda file: candidates_chart(
+        [(0.2, 1.5), (0.28, -0.01), (0.29, 0.4)], 1, 0.3, file, xlabel="Cache (%)", ylabel="Loss\n(nats a token)"
+    ),
     "methods": lambda file: frontier_chart(METHODS, file, title="What the memory buys"),
     "two methods": lambda file: frontier_chart(METHODS[:8], file, title="What the memory buys"),
     "training": lambda file: routed_cpt_chart(
