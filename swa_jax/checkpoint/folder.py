@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from swa_jax.checkpoint.tensor_names import TensorName, expected_tensors, is_rou
 from swa_jax.errors import CheckpointError, ConfigError
 from swa_jax.families import hf_config as make_hf_config
 from swa_jax.families import model_config
-from swa_jax.families.pattern_files import load_pattern
+from swa_jax.families.pattern_files import load_pattern, no_window
 from swa_jax.files import (
     check_destination,
     check_local,
@@ -52,7 +53,7 @@ from swa_jax.model.attention import Router
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_stacks import LayerStack, layer_stacks
-from swa_jax.model.layer_types import SWITCH
+from swa_jax.model.layer_types import FULL, SWITCH
 from swa_jax.model.parameters import ROUTERS
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition, state_shardings
@@ -121,6 +122,9 @@ def load_model(
     path: str | Path,
     pattern: AttentionPattern | str | Path | None = None,
     *,
+    window: int | None = None,
+    sink_tokens: int | None = None,
+    full_decode: bool | None = None,
     dtype: jax.typing.DTypeLike | None = None,
     config: ModelConfig | None = None,
     partition: Partition | None = None,
@@ -130,9 +134,11 @@ def load_model(
 
     Args:
       path: a folder written by `swa-jax import`, `save_model` or training.
-      pattern: an AttentionPattern, the path of a pattern JSON, or a recipe, which takes the window of the folder's own
-        pattern, or 2048 if that has none; None: the folder's own. Routers that it asks for and the checkpoint lacks
-        are drawn from `router_seed`.
+      pattern: an AttentionPattern, the path of a pattern JSON, or a recipe; None: the folder's own. Routers that it
+        asks for and the checkpoint lacks are drawn from `router_seed`.
+      window: visible keys of a windowed query, its own included. None: the pattern's; a recipe takes the window of the
+        folder's own pattern, or 2048 if that has none.
+      sink_tokens, full_decode: `num_sink_tokens` and `full_attention_decode`; None: the pattern's.
       dtype: of all parameters but the routers, which are f32; None: the stored one (the widest, if several are stored).
       config: in place of the folder's own, for changes that no weight depends on, such as YaRN.
       partition: lay the parameters out on this mesh; the host holds one of them at a time.
@@ -143,8 +149,8 @@ def load_model(
     """
     source = open_checkpoint(path)
     config = config or source.config
-    own = source.pattern
-    chosen = own if pattern is None else load_pattern(pattern, config, default_window=own.sliding_window)
+    given = {"sliding_window": window, "num_sink_tokens": sink_tokens, "full_attention_decode": full_decode}
+    chosen = _pattern(source.pattern, pattern, config, {name: x for name, x in given.items() if x is not None})
     routed = SWITCH in chosen.layer_types
     kind = source.dtype if dtype is None else jnp.dtype(dtype)
     skeleton = nnx.eval_shape(lambda: Decoder(config, chosen, dtype=kind, rngs=nnx.Rngs(0)))
@@ -162,6 +168,25 @@ def load_model(
         arrays |= {path: jax.device_put(router, places.get(path)) for path, router in routers.items()}
     state = {path: variable.replace(arrays[_names(path)]) for path, variable in nnx.to_flat_state(wanted)}
     return nnx.merge(graph, nnx.from_flat_state(state))
+
+
+def _pattern(
+    own: AttentionPattern, pattern: AttentionPattern | str | Path | None, config: ModelConfig, given: dict[str, Any]
+) -> AttentionPattern:
+    """The pattern that `load_model` was asked for; a warning says where its windows are full attention."""
+    if pattern is None and given and set(own.layer_types) == {FULL}:
+        raise ConfigError(
+            "window, sink_tokens and full_decode have no effect: the model's own pattern has full attention in every "
+            'layer; name another, such as pattern="window"'
+        )
+    if isinstance(pattern, str | Path):
+        chosen = load_pattern(pattern, config, default_window=own.sliding_window, **given)
+    else:
+        chosen = dataclasses.replace(own if pattern is None else pattern, **given)
+        chosen.validate(config)
+    if (given or isinstance(pattern, str | Path)) and (note := no_window(chosen, config)):
+        warnings.warn(f"{note}: give a smaller window=", skip_file_prefixes=(str(Path(__file__).parents[1]),))
+    return chosen
 
 
 def fresh_routers(config: ModelConfig, seed: int = ROUTER_SEED) -> dict[tuple[str, ...], jax.Array]:
@@ -303,11 +328,6 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
                 f"{path} is a Hugging Face folder, not a checkpoint; turn it into one with: swa-jax import {path} DST"
             )
         raise CheckpointError(f"{path} is not a checkpoint folder: it holds no {WEIGHTS}/")
-    if (folder / WEIGHTS / "state").is_dir():
-        raise CheckpointError(
-            f"{path} was written by an earlier version of this library, as an Orbax checkpoint, which is no longer "
-            "read: import or train it again"
-        )
     for name in (CONFIG_FILE, PATTERN_FILE, MANIFEST_FILE):
         _check_regular(folder / name)
     hf = _read_json(folder / CONFIG_FILE)

@@ -126,20 +126,6 @@ def constants_of(config: ModelConfig) -> dict[str, float]:
     return {name.format(layer=layer): value for name, value in constant_tensors(config).items() for layer in layers}
 
 
-def cut_tensors(
-    tensors: Iterable[tuple[str, np.ndarray]], joined: Mapping[str, Sequence[TensorName]]
-) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, array) of our folders from those of a Hugging Face checkpoint; joined ones are cut, without a copy."""
-    for name, array in tensors:
-        row = 0
-        array = array.reshape(-1, array.shape[-1]) if name in joined else array
-        for part in joined.get(name, ()):
-            yield part.name, array[row : row + part.shape[0]]
-            row += part.shape[0]
-        if name not in joined:
-            yield name, array
-
-
 def join_tensors(
     names: Sequence[str],
     joined: Mapping[str, Sequence[TensorName]],

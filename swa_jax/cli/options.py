@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 import re
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-import typer
 from typer import Argument, Option, echo
 
 from swa_jax.errors import ConfigError
-from swa_jax.families.pattern_files import is_pattern_file, read_pattern
+from swa_jax.families.pattern_files import is_pattern_file, no_window, read_pattern
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, SWITCH
 from swa_jax.model.pattern import AttentionPattern
@@ -152,22 +151,6 @@ ComputeDtype = Annotated[
 ]
 
 
-def old_spellings(renamed: Mapping[str, str]) -> type[typer.core.TyperCommand]:
-    """A command that also takes options by their old spellings, which its help does not show."""
-
-    class Command(typer.core.TyperCommand):
-        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-            new = []
-            for argument in args:
-                name, equals, value = argument.partition("=")
-                if name in renamed:
-                    echo(f"{name} is now called {renamed[name]}", err=True)
-                new.append(f"{renamed.get(name, name)}{equals}{value}")
-            return super().parse_args(ctx, new)
-
-    return Command
-
-
 class Overrides(NamedTuple):
     """What the user gave for a pattern; None is what was not given."""
 
@@ -204,7 +187,9 @@ def resolve_patterns(
         for source, pattern in zip(sources, patterns, strict=True)
         if not is_pattern_file(source) and set(pattern.layer_types) != {FULL}
     ]
-    if taken and overrides.window is None:
+    if isinstance(layers, ModelConfig) and (note := next(filter(None, (no_window(p, layers) for p in patterns)), None)):
+        echo(f"{note}: take a smaller --window", err=True)
+    elif taken and overrides.window is None:
         whose = "the model's own" if own_window is not None else "the default of recipes"
         echo(
             f"{', '.join(taken)}: the window is {own_window or DEFAULT_WINDOW}, {whose}; --window sets another",
@@ -417,18 +402,24 @@ def note_context(config: ModelConfig, length: int) -> None:
 
 
 def fractions(text: str) -> list[float]:
+    """The depths that --depths names."""
     try:
-        return [float(part) for part in text.split(",")]
+        found = [float(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"--depths must be fractions such as 0,0.5,1, got '{text}'") from None
+        found = [-1.0]
+    if not all(0 <= depth <= 1 for depth in found):
+        raise ConfigError(f"--depths is '{text}': give fractions from 0 to 1 with commas between, such as 0,0.5,1")
+    return found
 
 
-def numbers(option: str, text: str, word: str | None = None) -> list[Any]:
-    """Positive whole numbers between commas; `word`, if given, may stand among them and becomes None."""
+def numbers(option: str, text: str, such_as: str = "512,1024", *, least: int = 1, word: str | None = None) -> list[Any]:
+    """Whole numbers between commas; `word`, if given, may stand among them and becomes None."""
     items = [item.strip() for item in text.split(",")]
-    if not all(item == word or (item.isdecimal() and int(item) > 0) for item in items):
+    if not all(item == word or (item.isdecimal() and int(item) >= least) for item in items):
         also = f" or '{word}'" if word else ""
-        raise ConfigError(f"{option} must be positive whole numbers{also} such as 512,1024, got '{text}'")
+        raise ConfigError(
+            f"{option} is '{text}': give whole numbers from {least} on{also} with commas between, such as {such_as}"
+        )
     return [None if item == word else int(item) for item in items]
 
 

@@ -14,7 +14,7 @@ from swa_jax.model.pattern import SWAA_KEYS, AttentionPattern, read_object
 
 
 def load_pattern(source: AttentionPattern | str | Path, model: ModelConfig, **options: Any) -> AttentionPattern:
-    """A pattern object, or what `read_pattern` reads, checked against the model."""
+    """A pattern object, or what `read_pattern` reads with these options, checked against the model."""
     pattern = source if isinstance(source, AttentionPattern) else read_pattern(source, model, **options)
     pattern.validate(model)
     return pattern
@@ -55,6 +55,14 @@ def read_pattern(
     else:
         pattern = AttentionPattern.from_object(name, data)
     return dataclasses.replace(pattern, **given)
+
+
+def no_window(pattern: AttentionPattern, model: ModelConfig) -> str | None:
+    """What a user should know of windows as long as the model's context, which is full attention; None for others."""
+    context, window = model.max_position_embeddings, pattern.sliding_window
+    if window is None or window < context or set(pattern.layer_types) == {FULL}:
+        return None
+    return f"a window of {window} holds the model's whole context of {context}, which is full attention"
 
 
 def is_pattern_file(source: str | Path) -> bool:

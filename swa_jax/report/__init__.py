@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from swa_jax.report.layer_charts import layer_scores_chart, routing_chart
     from swa_jax.report.line_charts import routed_cpt_chart, training_curves
     from swa_jax.report.memory_charts import accuracy_memory_chart, frontier_chart
-    from swa_jax.report.tables import compare_table, pattern_table, table_console, wide_console
+    from swa_jax.report.tables import compare_table, pattern_table, table_console
 
 __all__ = [
     "accuracy_memory_chart",
@@ -39,10 +39,9 @@ __all__ = [
     "sweep_heat",
     "table_console",
     "training_curves",
-    "wide_console",
 ]
 
-__getattr__ = lazy(
+__getattr__, __dir__ = lazy(
     __name__,
     {
         "accuracy_memory_chart": "memory_charts",
@@ -60,6 +59,5 @@ __getattr__ = lazy(
         "sweep_heat": "heat_maps",
         "table_console": "tables",
         "training_curves": "line_charts",
-        "wide_console": "tables",
     },
 )

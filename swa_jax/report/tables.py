@@ -30,9 +30,6 @@ def table_console() -> Console:
     return console if known else Console(width=WITHOUT_TERMINAL)
 
 
-wide_console = table_console  # its earlier name
-
-
 @dataclasses.dataclass(frozen=True)
 class Column:
     """A column: its title, the unit of its numbers, and whether it holds text, which may be wrapped."""

@@ -134,7 +134,7 @@ def test_a_given_config_is_kept_if_it_describes_the_model(tmp_path):
     assert_same_parameters(load_model(saved), model)
     with pytest.raises(ConfigError, match=r"another model: rope_theta is 10.0 there, 10000.0 in the model"):
         save_model(model, tmp_path / "other", hf_config=hf | {"rope_parameters": {"rope_theta": 10.0}})
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="is there already"):
         save_model(model, saved)
     assert not (tmp_path / "other").exists()
 

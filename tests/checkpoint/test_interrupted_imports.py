@@ -183,7 +183,7 @@ def test_an_import_that_is_done_is_not_done_again(source, destination, monkeypat
     assert import_model(source, destination, describe=notes.append) == destination
     assert notes == [f"{destination} holds this import already"]
     assert {file: file.stat().st_mtime_ns for file in destination.rglob("*")} == before
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(CheckpointError, match="is there already"):
         import_model(source, destination, pattern="window")
     file = destination / "weights" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
@@ -323,11 +323,4 @@ def test_a_pipe_is_not_waited_for(source, destination, name):
     (destination / name).unlink()
     os.mkfifo(destination / name)
     with pytest.raises(CheckpointError, match=f"{name} is no regular file"):
-        open_checkpoint(destination)
-
-
-def test_a_folder_of_an_earlier_version_is_refused(source, destination):
-    import_model(source, destination)
-    (destination / "weights" / "state").mkdir()
-    with pytest.raises(CheckpointError, match="earlier version of this library"):
         open_checkpoint(destination)

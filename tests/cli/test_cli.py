@@ -58,7 +58,10 @@ def test_pattern_of_a_model(checkpoint):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("interleav-1-in-4", "--layers", 8), "unknown recipe 'interleav-1-in-4'; did you mean 'interleave'?"),
+        (
+            ("interleav-1-in-4", "--layers", 8),
+            "'interleav-1-in-4' is neither a recipe nor a .json file; did you mean 'interleave-1-in-4'?",
+        ),
         (("full",), "give one of --layers N and --model DIR: a recipe needs to know how deep the model is"),
         (("absent.json",), "pattern file absent.json does not exist"),
         (("layers:9", "--layers", 8), "full layer 9 does not exist: the model has layers 0 to 7"),

@@ -14,8 +14,6 @@ ROOT = Path(__file__).parents[2]
 NOT_READ = {
     ("_options", "version"),  # Typer: its callback reads it
     ("open", "mode"),  # fsspec
-    ("find_spec", "path"),  # Python's import
-    ("find_spec", "target"),
     ("draw", "out_sharding"),  # Flax's initializers
     ("_of_rows", "turned"),  # pallas_kernels/bench.py: all cases have them
     ("_decoding", "H"),

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from swa_jax.report import compare_table, pattern_table, table_console, wide_console
+from swa_jax.report import compare_table, pattern_table, table_console
 from swa_jax.report.bench_tables import attention_table, cycles_table, generation_table, source_table
 from swa_jax.report.evaluation_tables import (
     efficiency_table,
@@ -266,7 +266,6 @@ def test_without_a_terminal_tables_have_125_columns(monkeypatch):
     assert table_console().width == 125
     monkeypatch.setenv("COLUMNS", "90")
     assert table_console().width == 90
-    assert wide_console is table_console
 
 
 @pytest.mark.parametrize("columns", [80, 125])
