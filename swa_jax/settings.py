@@ -67,6 +67,11 @@ def to_dict(config: Any) -> Any:
     return config
 
 
+def to_yaml(config: Any) -> str:
+    """A configuration with every key, as `load_config` reads it."""
+    return yaml.safe_dump(to_dict(config), sort_keys=False)
+
+
 def load_config[T](cls: type[T], file: str | Path, overrides: Sequence[str] = ()) -> T:
     """Read a YAML file into `cls`, with `a.b=c` overrides on top; a value is YAML, or `@file.yaml`: what is in it.
 

@@ -35,6 +35,7 @@ from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition
+from swa_jax.report.progress import Progress
 
 BUNDLED = ("chains", "recall")
 NAMES = (
@@ -183,7 +184,8 @@ def _import(
     describe: Callable[[str], Any],
 ) -> Path:
     if base is None:
-        return import_model(source, destination, pattern=pattern, describe=describe)
+        with Progress("MiB imported", at_once=False) as progress:
+            return import_model(source, destination, pattern=pattern, describe=describe, progress=progress.update)
     return merge_adapter(Path(source), open_checkpoint(base), destination, pattern=pattern, describe=describe)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 from typer import Argument, Option
 
 from swa_jax.cli.groups import Options, expand
@@ -19,6 +19,7 @@ from swa_jax.cli.options import (
     RUNNING,
     BatchSize,
     ComputeDtype,
+    Json,
     Model,
     Seed,
     SinkTokens,
@@ -26,6 +27,7 @@ from swa_jax.cli.options import (
     check_output,
     find_model,
     load_checkpoint,
+    print_json,
 )
 from swa_jax.errors import ConfigError
 
@@ -50,7 +52,7 @@ def cycles(
         list[str] | None, Option("--set", metavar="NAME=VALUE", help="Such as T=8192 or window=2048, repeatable.")
     ] = None,
     ops: Annotated[int, Option(help="Ops to list below each total.", min=0)] = 4,
-    as_json: Annotated[bool, Option("--json", help="Print JSON, with every op, instead of a table.")] = False,
+    as_json: Json = False,
     write: Annotated[
         Path | None, Option(help="Add the kernels' cycles to this table, such as pallas_kernels/kernel_cycles.json.")
     ] = None,
@@ -61,6 +63,7 @@ def cycles(
     from swa_jax.bench.cycles import check, measure, read_settings
     from swa_jax.report import table_console
     from swa_jax.report.bench_tables import HOW_TO_READ_CYCLES, cycles_table
+    from swa_jax.report.progress import counted
 
     settings = read_settings(set_ or [])
     functions, chips = names or list(FUNCTIONS), chip or ["v6e"]
@@ -72,16 +75,16 @@ def cycles(
     if not as_json:
         for line in HOW_TO_READ_CYCLES:
             console.print(line, highlight=False)
-    for name in functions:
-        for target in chips:
-            with Console(stderr=True).status(f"compiling {name} for {target}"):
-                measured.append(measure(name, target, settings))
+    with counted("kernels compiled", len(functions) * len(chips), at_once=False) as advance:
+        for name, target in itertools.product(functions, chips):
+            measured.append(measure(name, target, settings))
+            advance(1)
             if write is not None and (missing := write_row(write, measured[-1])) is not None:
                 typer.echo(missing, err=True)
             if not as_json:
                 console.print(cycles_table(measured[-1].to_dict(), ops))
     if as_json:
-        typer.echo(json.dumps([measurement.to_dict() for measurement in measured], indent=2))
+        print_json([measurement.to_dict() for measurement in measured])
 
 
 SHAPES, DOING = "Shapes", "What to do"
@@ -195,7 +198,7 @@ def attention(
     out: Annotated[
         Path | None, Option(help="Also write the results to this JSON file.", rich_help_panel=OUTPUT)
     ] = None,
-    as_json: Annotated[bool, Option("--json", help="Print JSON instead of tables.", rich_help_panel=OUTPUT)] = False,
+    as_json: Json = False,
 ) -> None:
     """Time attention on this machine beside whatever peers are installed, as ratios from one run.
 
@@ -207,6 +210,7 @@ def attention(
     from pallas_kernels.dispatch import describe, plan
     from swa_jax.bench.attention import candidates
     from swa_jax.files import write_json
+    from swa_jax.report.progress import counted
 
     if out is not None:
         check_output("--out", out)
@@ -221,12 +225,16 @@ def attention(
         return
     device = jax.devices()[0].device_kind
     results: list[dict[str, Any]] = []
-    for case in cases:
-        with Console(stderr=True).status(str(case)):
-            results += _search(case, rounds, write) if search else [_compare(case, rounds, device, not as_json)]
+    with counted("calls timed", len(cases), at_once=False) as advance:
+        for case in cases:
+            if search:
+                results += _search(case, rounds, write, not as_json)
+            else:
+                results.append(_compare(case, rounds, device, not as_json))
+            advance(1)
     report = {"device": device, "jax": jax.__version__, "rounds": rounds, "results": results}
     if as_json:
-        typer.echo(json.dumps(report, indent=2))
+        print_json(report)
     if out is not None:
         write_json(out, report)
 
@@ -234,8 +242,8 @@ def attention(
 app.command()(expand(attention))
 
 
-def _search(case: Case, rounds: int, table: Path | None) -> list[dict[str, Any]]:
-    """The best tile sizes, printed as JSON lines, and added to the table if there is one."""
+def _search(case: Case, rounds: int, table: Path | None, show: bool) -> list[dict[str, Any]]:
+    """The best tile sizes, added to the table if there is one; with `show`, printed as JSON lines."""
     import jax
 
     from swa_jax.bench.search import search, write_rows
@@ -243,7 +251,7 @@ def _search(case: Case, rounds: int, table: Path | None) -> list[dict[str, Any]]
     rows = [row for row, _ in search(case, rounds)]
     if table is not None:
         write_rows(table, jax.default_backend(), rows)
-    for row in rows:
+    for row in rows if show else ():
         typer.echo(json.dumps(row))
     return rows
 
@@ -286,6 +294,7 @@ def generation(
     out: Annotated[
         Path | None, Option(help="Also write the results to this JSON file.", rich_help_panel=OUTPUT)
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Cache memory, prefill and decode speed of this model on this machine, by the share of windowed KV heads.
 
@@ -323,8 +332,11 @@ def generation(
         rows = measure(decoder, ratios, **settings, progress=progress.update)
     device = jax.devices()[0].device_kind
     title = f"{batch_size} prompts of {length} tokens, {new_tokens} new, window {window}, on {device}"
-    table_console().print(generation_table(rows, title))
+    report = {"model": str(model), "device": device, "jax": jax.__version__} | settings | {"rows": rows}
+    if as_json:
+        print_json(report)
+    else:
+        table_console().print(generation_table(rows, title))
     if out is not None:
-        report = {"model": str(model), "device": device, "jax": jax.__version__} | settings | {"rows": rows}
         write_json(out, report)
-        typer.echo(f"written to {out}")
+        typer.echo(f"written to {out}", err=as_json)

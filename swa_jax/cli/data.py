@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
-from rich.console import Console
 from typer import Argument, Option
+
+from swa_jax.cli.options import Json, print_json
 
 if TYPE_CHECKING:
     from swa_jax.data.sources import SourceConfig
@@ -33,16 +34,11 @@ def tokenize(
     """Tokenise documents once, for training with a source of kind `tokens`."""
     from swa_jax.data.sources import SourceConfig
     from swa_jax.data.tokenize import tokenize as run
+    from swa_jax.report.progress import Progress
 
     source = SourceConfig(kind, tuple(sources), text_field=field, split=split)
-    with Console(stderr=True).status("tokenising") as status:
-        made = run(
-            source,
-            tokenizer,
-            out,
-            shard_tokens=shard_tokens,
-            progress=lambda file, tokens: status.update(f"{file}: {tokens:,} tokens so far"),
-        )
+    with Progress("files tokenised", at_once=False) as progress:
+        made = run(source, tokenizer, out, shard_tokens=shard_tokens, progress=progress.update)
     typer.echo(f"{out}: {made['tokens']:,} tokens, {made['documents']:,} documents, {len(made['shards'])} shards")
     if made["left_out"]:
         typer.echo(f"{made['left_out']:,} empty documents left out")
@@ -56,6 +52,7 @@ def inspect(
     ] = None,
     rows: Annotated[int, Option(help="First rows to print as text.", min=0)] = 2,
     length: Annotated[int, Option(help="Tokens a row, for a folder of tokens.", min=1)] = 512,
+    as_json: Json = False,
 ) -> None:
     """Print sources, tokens, shares, padding and the first rows. A folder's every byte is verified."""
     from swa_jax.data.sources import SourceConfig
@@ -65,37 +62,55 @@ def inspect(
 
     if path.is_dir():
         from swa_jax.data.stored import read_manifest, verify
+        from swa_jax.report.progress import Progress
 
         if overrides:
             raise ConfigError(f"{path} is a folder of tokens, which has no settings such as '{overrides[0]}'")
-        with Console(stderr=True).status("verifying") as status:
-            verify(path, lambda done, total: status.update(f"verified {done:,} of {total:,} bytes"))
+        with Progress("bytes verified", at_once=False) as progress:
+            verify(path, progress.update)
         source = SourceConfig("tokens", (str(path),))
         length = min(length, read_manifest(path)["tokens"])
-        _print((source,), load_tokenizer(path), length, 0, rows, f"rows of {length} tokens")
-        typer.echo(f"{path}: every shard is as it was written")
+        table = _Table(f"rows of {length} tokens", (source,), load_tokenizer(path), length, 0)
+        typer.echo(f"{path}: every shard is as it was written", err=as_json)
+        _print([table], rows, as_json)
         return
-    from swa_jax.train.loop import TrainConfig
+    from swa_jax.train.config import TrainConfig
 
     config = load_config(TrainConfig, path, overrides or [])
     tokenizer = load_tokenizer(config.tokenizer)
+    tables = []
     for number, stage in enumerate(config.stages):
         tokens = stage.steps * stage.batch_size * stage.sequence_length
         shape = f"{stage.batch_size} x {stage.sequence_length}"
         title = f"stage {number}: {stage.steps:,} steps of {shape}, {tokens:,} tokens"
         # The seed that train gives this stage, so that the rows are those of its first step.
-        _print(stage.data, tokenizer, stage.sequence_length, config.seed + 1000 * number, rows, title)
+        tables.append(_Table(title, stage.data, tokenizer, stage.sequence_length, config.seed + 1000 * number))
+    _print(tables, rows, as_json)
 
 
-def _print(
-    sources: Sequence[SourceConfig], tokenizer: Tokenizer, length: int, seed: int, rows: int, title: str
-) -> None:
+class _Table(NamedTuple):
+    """Sources, as rows of so many tokens."""
+
+    title: str
+    sources: Sequence[SourceConfig]
+    tokenizer: Tokenizer
+    length: int
+    seed: int
+
+
+def _print(tables: Sequence[_Table], rows: int, as_json: bool) -> None:
     from swa_jax.data.summary import first_rows, summarize
     from swa_jax.report import table_console
     from swa_jax.report.bench_tables import source_table
 
-    summaries = summarize(sources, tokenizer, length=length, seed=seed)
-    rows_of_table = [dataclasses.asdict(summary) for summary in summaries]
-    table_console().print(source_table(rows_of_table, title), highlight=False)
-    for line in first_rows(sources, tokenizer, length=length, seed=seed, rows=rows) if rows else ():
-        typer.echo(line)
+    found = []
+    for title, sources, tokenizer, length, seed in tables:
+        summaries = [dataclasses.asdict(one) for one in summarize(sources, tokenizer, length=length, seed=seed)]
+        lines = list(first_rows(sources, tokenizer, length=length, seed=seed, rows=rows)) if rows else []
+        found.append({"title": title, "sources": summaries, "rows": lines})
+        if not as_json:
+            table_console().print(source_table(summaries, title), highlight=False)
+            for line in lines:
+                typer.echo(line)
+    if as_json:
+        print_json(found)

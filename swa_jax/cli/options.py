@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -100,6 +101,9 @@ Haystack = Annotated[
         rich_help_panel=PROMPTS,
     ),
 ]
+Json = Annotated[
+    bool, Option("--json", help="Print JSON, not tables; all else goes to standard error.", rich_help_panel=OUTPUT)
+]
 BatchSize = Annotated[
     int, Option("--batch-size", metavar="N", help="Sequences at a time.", min=1, rich_help_panel=RUNNING)
 ]
@@ -196,6 +200,11 @@ def resolve_patterns(
             err=True,
         )
     return patterns
+
+
+def print_json(value: Any) -> None:
+    """What `--json` prints."""
+    echo(json.dumps(value, indent=2))
 
 
 def check_output(option: str, file: Path) -> None:
@@ -386,11 +395,31 @@ def note_whole_prompts(patterns: Iterable[tuple[str, AttentionPattern]], longest
             )
 
 
+MOST_CONTEXTS = 128  # times the model's context: longer prompts are a slip of the hand, and would take days
+
+
+def check_window(window: int | None, length: int) -> None:
+    """Raise `ConfigError` for a `--window` that holds whole prompts of `length` tokens: nothing would be windowed."""
+    if window is not None and window >= length:
+        raise ConfigError(
+            f"--window {window} holds whole prompts of {length} tokens, which is full attention: take a smaller "
+            "--window, or a greater --length"
+        )
+
+
 def note_context(config: ModelConfig, length: int) -> None:
-    """Say that sequences of `length` tokens go beyond the model's context, where they do."""
+    """Say that sequences of `length` tokens go beyond the model's context, where they do.
+
+    Raises `ConfigError` for lengths that are out of all proportion to it.
+    """
     context = config.max_position_embeddings
     if length <= context:
         return
+    if length > MOST_CONTEXTS * context:
+        raise ConfigError(
+            f"sequences of {length} tokens are {length // context} times as long as the model's context of {context}: "
+            f"at most {MOST_CONTEXTS * context} are run"
+        )
     factor = -(-length // context)
     stretches = config.rope_scaling is None and config.uses_rope
     advice = f"; --yarn {factor} stretches the context" if stretches else ""

@@ -36,14 +36,14 @@ def tokenize(
     out: Path,
     *,
     shard_tokens: int = SHARD_TOKENS,
-    progress: Callable[[str, int], None] = lambda file, tokens: None,
+    progress: Callable[[int, int, str], None] = lambda done, total, text: None,
 ) -> dict[str, Any]:
     """Write the documents of `source` (kind text or huggingface) to the folder `out`; returns its manifest.
 
     Args:
       tokenizer_path: tokenizer.json, or a folder that has one; copied into `out`.
       shard_tokens: a shard ends with the document that brings it to this many tokens.
-      progress: told of the file at work and the tokens done.
+      progress: called with the files done, all of them, and a text with the file at work and the tokens done.
 
     Raises:
       ConfigError: `out` holds something else, or a document cannot be read.
@@ -82,8 +82,8 @@ def tokenize(
                     if shard.tokens >= shard_tokens:
                         shard.finish([number, document])
                         shard = _Shard(out, state)
-                        progress(file.name, shard.before)
-                progress(file.name, shard.before + shard.tokens)
+                        progress(number, len(files), f"{file.name}: {shard.before:,} tokens")
+                progress(number + 1, len(files), f"{file.name}: {shard.before + shard.tokens:,} tokens")
                 skip = 0
             if shard.tokens:
                 shard.finish([len(files), 0])

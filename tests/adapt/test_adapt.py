@@ -79,7 +79,7 @@ def test_the_model_of_chains_is_asked_for_chains(tmp_path):
         (("recall", "--kv-budget", 0.3, "--prefill-chunk", 64), "--prefill-chunk is of vllm and tpu-inference"),
         (("recall", "--kv-budget", 0.3, "--window", "2048"), "which is full attention: take a smaller --window"),
         (("recall", "--kv-budget", 0.3, "--window", "0"), "--window is '0': give whole numbers from 1 on"),
-        (("recall", "--kv-budget", 0.3, "--text", "absent.txt"), "absent.txt: No such file"),
+        (("recall", "--kv-budget", 0.3, "--text", "absent.txt"), "--text absent.txt does not exist"),
         (("nowhere", "--kv-budget", 0.3), "nowhere is no model: give a checkpoint folder"),
         (("Qwen/Qwen3-0.6B", "--kv-budget", 0.3), "or here with 'swa-jax import Qwen/Qwen3-0.6B DST'"),
         (("swa_jax", "--kv-budget", 0.3), "holds no config.json"),

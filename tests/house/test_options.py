@@ -22,7 +22,8 @@ NOT_READ = {
 # (callee, option): of one name in its callers, but another thing.
 ANOTHER = {
     ("Elapsed", "work"),
-    ("Progress", "clock"),  # rich's
+    ("Progress", "at_once"),  # rich's
+    ("Progress", "clock"),
     ("Progress", "interval"),
     ("Progress", "quiet"),
     ("Table", "rows"),

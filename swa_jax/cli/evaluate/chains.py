@@ -65,13 +65,13 @@ def chains(
         places,
         sums,
     )
+    note_context(evaluation.models[0][1].config, max(cell.length for cell in cells))
     tokenizer = evaluation.tokenizer
     hay = None if haystack is None else Haystack(tokenizer, text_files(haystack))
     drawn = {
         cell: chain_examples(tokenizer, cell, num_examples=examples, gap=gap, haystack=hay, seed=evaluation.seed)
         for cell in cells
     }
-    note_context(evaluation.models[0][1].config, max(cell.length for cell in cells))
     rows: list[dict[str, Any]] = []
     with counted("chains, answered", len(cells) * examples * len(evaluation.models)) as advance:
         for name, model in evaluation.models:

@@ -89,15 +89,14 @@ def routing(
     for _, model in models:
         check_routed(model.pattern)
     tokens = plain.tokens(evaluation)
+    note_context(models[0][1].config, max(plain.text_length if tokens else 0, *(grid.lengths if count else (0,))))
     cells: dict[Cell, list[Example]] = {}
     if ruler and count:
         for made in grid.fitting(tokenizer).cells(tokenizer):
             cells |= made
     elif count:
         cells = _needle_cells(tokenizer, grid, keys, prompts.haystack, evaluation.seed, wrap)
-    note_context(models[0][1].config, max([plain.text_length if tokens else 0, *(cell[1] for cell in cells)]))
-    rows, charts = [], []
-    start = tokenizer.start_ids
+    rows, charts, start = [], [], tokenizer.start_ids
     sequences = len(tokens) // max(1, plain.text_length - len(start)) + sum(map(len, cells.values()))
     with counted("sequences", sequences * len(models)) as advance:
         for name, model in models:
