@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import typer
 from typer import Argument, Option
 
 from swa_jax.cli.options import Json, print_json
-
-if TYPE_CHECKING:
-    from swa_jax.data.sources import SourceConfig
-    from swa_jax.data.tokenizer import Tokenizer
 
 app = typer.Typer(no_args_is_help=True, help="Tokenise training data ahead, and look at it.")
 
@@ -56,8 +51,11 @@ def inspect(
 ) -> None:
     """Print sources, tokens, shares, padding and the first rows. A folder's every byte is verified."""
     from swa_jax.data.sources import SourceConfig
+    from swa_jax.data.summary import first_rows, summarize
     from swa_jax.data.tokenizer import load_tokenizer
     from swa_jax.errors import ConfigError
+    from swa_jax.report import table_console
+    from swa_jax.report.bench_tables import source_table
     from swa_jax.settings import load_config
 
     if path.is_dir():
@@ -70,47 +68,28 @@ def inspect(
             verify(path, progress.update)
         source = SourceConfig("tokens", (str(path),))
         length = min(length, read_manifest(path)["tokens"])
-        table = _Table(f"rows of {length} tokens", (source,), load_tokenizer(path), length, 0)
         typer.echo(f"{path}: every shard is as it was written", err=as_json)
-        _print([table], rows, as_json)
-        return
-    from swa_jax.train.config import TrainConfig
+        tables = [(f"rows of {length} tokens", (source,), length, 0)]
+        tokenizer = load_tokenizer(path)
+    else:
+        from swa_jax.train.config import TrainConfig
 
-    config = load_config(TrainConfig, path, overrides or [])
-    tokenizer = load_tokenizer(config.tokenizer)
-    tables = []
-    for number, stage in enumerate(config.stages):
-        tokens = stage.steps * stage.batch_size * stage.sequence_length
-        shape = f"{stage.batch_size} x {stage.sequence_length}"
-        title = f"stage {number}: {stage.steps:,} steps of {shape}, {tokens:,} tokens"
-        # The seed that train gives this stage, so that the rows are those of its first step.
-        tables.append(_Table(title, stage.data, tokenizer, stage.sequence_length, config.seed + 1000 * number))
-    _print(tables, rows, as_json)
-
-
-class _Table(NamedTuple):
-    """Sources, as rows of so many tokens."""
-
-    title: str
-    sources: Sequence[SourceConfig]
-    tokenizer: Tokenizer
-    length: int
-    seed: int
-
-
-def _print(tables: Sequence[_Table], rows: int, as_json: bool) -> None:
-    from swa_jax.data.summary import first_rows, summarize
-    from swa_jax.report import table_console
-    from swa_jax.report.bench_tables import source_table
-
+        config = load_config(TrainConfig, path, overrides or [])
+        tokenizer = load_tokenizer(config.tokenizer)
+        tables = []
+        for number, stage in enumerate(config.stages):
+            tokens = stage.steps * stage.batch_size * stage.sequence_length
+            shape = f"{stage.batch_size} x {stage.sequence_length}"
+            title = f"stage {number}: {stage.steps:,} steps of {shape}, {tokens:,} tokens"
+            # The seed that train gives this stage, so that the rows are those of its first step.
+            tables.append((title, stage.data, stage.sequence_length, config.seed + 1000 * number))
     found = []
-    for title, sources, tokenizer, length, seed in tables:
+    for title, sources, length, seed in tables:
         summaries = [dataclasses.asdict(one) for one in summarize(sources, tokenizer, length=length, seed=seed)]
         lines = list(first_rows(sources, tokenizer, length=length, seed=seed, rows=rows)) if rows else []
         found.append({"title": title, "sources": summaries, "rows": lines})
         if not as_json:
             table_console().print(source_table(summaries, title), highlight=False)
-            for line in lines:
-                typer.echo(line)
+            typer.echo("".join(f"{line}\n" for line in lines), nl=False)
     if as_json:
         print_json(found)

@@ -198,7 +198,3 @@ app.command()(expand(compare))
 app.command()(generate)
 app.command()(distill)
 app.command()(chat)
-
-
-if __name__ == "__main__":
-    main()

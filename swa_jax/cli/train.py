@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,9 +11,7 @@ import typer
 from typer import Argument, Option
 
 from swa_jax.errors import ConfigError
-from swa_jax.settings import load_config, to_yaml
-
-TOGETHER, LOOK = "Several processes", "Before the first step"
+from swa_jax.settings import load_config, to_dict, to_yaml
 
 
 def train(
@@ -21,55 +20,30 @@ def train(
         list[str] | None, Argument(metavar="[a.b=c]...", help="Settings that replace those of the file.")
     ] = None,
     processes: Annotated[
-        int | None,
-        Option(help="How many processes train together.", min=1, envvar="JAX_NUM_PROCESSES", rich_help_panel=TOGETHER),
+        int | None, Option(help="How many processes train together.", min=1, envvar="JAX_NUM_PROCESSES")
     ] = None,
     process_id: Annotated[
-        int | None,
-        Option(help="Which of them this is, from 0.", min=0, envvar="JAX_PROCESS_ID", rich_help_panel=TOGETHER),
+        int | None, Option(help="Which of them this is, from 0.", min=0, envvar="JAX_PROCESS_ID")
     ] = None,
     coordinator: Annotated[
-        str | None,
-        Option(help="HOST:PORT where process 0 listens.", envvar="JAX_COORDINATOR_ADDRESS", rich_help_panel=TOGETHER),
+        str | None, Option(help="HOST:PORT where process 0 listens.", envvar="JAX_COORDINATOR_ADDRESS")
     ] = None,
     distributed: Annotated[
-        bool,
-        Option(
-            "--distributed",
-            help="Have the cluster say those three: TPU pod, GKE, Slurm, Open MPI.",
-            rich_help_panel=TOGETHER,
-        ),
+        bool, Option("--distributed", help="Have the cluster say those three: TPU pod, GKE, Slurm, Open MPI.")
     ] = False,
     timeout: Annotated[
         int,
-        Option(
-            help="Seconds for all processes to come, and without a sign of life after which one is lost.",
-            min=10,
-            rich_help_panel=TOGETHER,
-        ),
+        Option(help="Seconds for all processes to come, and without a sign of life after which one is lost.", min=10),
     ] = 45,
     print_config: Annotated[
-        bool,
-        Option(
-            "--print-config", help="Print the configuration with every key, as YAML, and stop.", rich_help_panel=LOOK
-        ),
+        bool, Option("--print-config", help="Print the configuration with every key, as YAML, and stop.")
     ] = False,
     dry_run: Annotated[
         bool,
-        Option(
-            "--dry-run",
-            help="Look at configuration, files, tokenizer, pattern and mesh, say what would run, and stop.",
-            rich_help_panel=LOOK,
-        ),
+        Option("--dry-run", help="Check configuration, files, tokenizer, pattern and mesh, say what would run, stop."),
     ] = False,
     devices: Annotated[
-        int | None,
-        Option(
-            help="With --dry-run: how many devices the run will have. Default: as the mesh says, or those here.",
-            min=1,
-            show_default=False,
-            rich_help_panel=LOOK,
-        ),
+        int | None, Option(help="With --dry-run: devices of the run. Default: as the mesh says, or those here.", min=1)
     ] = None,
 ) -> None:
     """Train from scratch, or go on from a checkpoint; run it again to go on after an interruption.
@@ -80,15 +54,7 @@ def train(
     if devices is not None and not dry_run:
         raise ConfigError("--devices is of --dry-run: give both, or neither")
     if print_config or dry_run:
-        from swa_jax.train.config import TrainConfig
-
-        settings = load_config(TrainConfig, config, overrides or [])
-        if dry_run:
-            from swa_jax.train.dry_run import describe_run
-
-            typer.echo(describe_run(settings, devices))
-        else:
-            typer.echo(to_yaml(settings), nl=False)
+        typer.echo(_look(config, overrides or [], dry_run, devices))
         return
     from swa_jax.train.cluster import find_place
     from swa_jax.train.processes import Traceback, guard
@@ -105,19 +71,25 @@ def train(
             typer.echo(str(error), err=True)
             raise typer.Exit(1) from None
 
-    if place is None:
+    with contextlib.nullcontext() if place is None else worker(place, timeout) as join:
         from swa_jax.train.config import TrainConfig
         from swa_jax.train.loop import train as run
 
-        typer.echo(run(load_config(TrainConfig, config, overrides or [])))
-        return
-    with worker(place, timeout) as join:
-        from swa_jax.settings import to_dict
-        from swa_jax.train.config import TrainConfig
-        from swa_jax.train.loop import train as run
-
-        loaded = load_config(TrainConfig, config, overrides or [])
-        join(to_dict(loaded))
-        model = run(loaded)
-        if place.process == 0:
+        settings = load_config(TrainConfig, config, overrides or [])
+        if join is not None:
+            join(to_dict(settings))
+        model = run(settings)
+        if place is None or place.process == 0:
             typer.echo(model)
+
+
+def _look(config: Path, overrides: list[str], check: bool, devices: int | None) -> str:
+    """The run as YAML, or with `check` what it would do; nothing is trained."""
+    from swa_jax.train.config import TrainConfig
+
+    settings = load_config(TrainConfig, config, overrides)
+    if not check:
+        return to_yaml(settings).rstrip()
+    from swa_jax.train.dry_run import describe_run
+
+    return describe_run(settings, devices)

@@ -414,11 +414,6 @@ class ModelConfig:
         return self.position_embedding in ("rope", "alirope")
 
     @property
-    def rope_kinds(self) -> tuple[RopeKind, ...]:
-        """The rotary embeddings that occur, in the order of `ROPE_KINDS`."""
-        return tuple(kind for kind in ROPE_KINDS if kind in (self.rope_layers or ("global",)))
-
-    @property
     def sparse_layers(self) -> tuple[int, ...]:
         """The layers whose MLP is a mixture of experts."""
         return tuple(layer for layer, kind in enumerate(self.mlp_kinds) if kind == "sparse")

@@ -12,13 +12,12 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
+from command_line import fails, run
 from flax import nnx
 from tiny_models import make
-from typer.testing import CliRunner
 
 import swa_jax.train.loop
 from swa_jax.checkpoint.folder import save_model
-from swa_jax.cli.main import app
 from swa_jax.data.tokenizer import Tokenizer, check_same_tokens, load_tokenizer, train_byte_bpe
 from swa_jax.errors import ConfigError
 from swa_jax.model.config import ModelConfig
@@ -39,16 +38,6 @@ MODEL = {
     "head_dim": 8,
 }
 TEXT = "the quick brown fox jumps over a lazy dog. " * 40
-
-
-def fails(*arguments: object) -> str:
-    """The sentence that a verb ends with."""
-    result = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200"})
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == 2, result.output
-    assert len(result.stderr.splitlines()) == 1, result.output
-    return result.stderr.strip()
 
 
 @pytest.fixture
@@ -239,12 +228,7 @@ def test_a_shard_without_records(file, tmp_path, suffix, kind):
 
 
 def test_shards_of_tokens_that_are_empty_missing_or_cut(file, tmp_path, byte_tokenizer):
-    done = CliRunner().invoke(
-        app,
-        ["data", "tokenize", str(tmp_path / "text.txt"), "--tokenizer", str(byte_tokenizer), "--out",
-         str(tmp_path / "tokens")],
-    )  # fmt: skip
-    assert done.exit_code == 0, done.output
+    run("data", "tokenize", tmp_path / "text.txt", "--tokenizer", byte_tokenizer, "--out", tmp_path / "tokens")
     shard = tmp_path / "tokens" / "00000.tokens"
     data, source = shard.read_bytes(), f"stages.0.data=[{{kind: tokens, files: [{tmp_path / 'tokens'}]}}]"
     for damaged, how in ((b"", "is empty"), (data[:-2], f"is {len(data) - 2} bytes long"), (None, "is missing")):
@@ -309,11 +293,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model(file, tmp_path):
 def test_tokens_of_another_tokenizer(file, tmp_path, byte_tokenizer):
     other = tmp_path / "other.json"
     train_byte_bpe([TEXT], 260).backend.save(str(other))
-    result = CliRunner().invoke(
-        app,
-        ["data", "tokenize", str(tmp_path / "text.txt"), "--tokenizer", str(other), "--out", str(tmp_path / "tokens")],
-    )
-    assert result.exit_code == 0, result.output
+    run("data", "tokenize", tmp_path / "text.txt", "--tokenizer", other, "--out", tmp_path / "tokens")
     sentence = fails("train", file, f"stages.0.data=[{{kind: tokens, files: [{tmp_path / 'tokens'}]}}]")
     assert "was tokenised with another tokenizer" in sentence
 

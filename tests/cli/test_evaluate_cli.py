@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 import pytest
+from command_line import run
 from tiny_models import byte_checkpoint, make, start_tokenizer
 from typer.testing import CliRunner
 
@@ -23,14 +24,6 @@ from swa_jax.evaluate.sweep import perplexity_sweep, with_window
 from swa_jax.model.flops import matrix_parameters
 from swa_jax.model.generate import generate
 from swa_jax.model.pattern import AttentionPattern
-
-
-def run(*arguments: object, status: int = 0) -> str:
-    result = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200"})
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == status, result.output
-    return result.output
 
 
 def fails(*arguments: object) -> str:

@@ -13,11 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from typer.testing import CliRunner
+from command_line import run
 
 import swa_jax.data.stored
 import swa_jax.data.tokenize
-from swa_jax.cli.main import app
 from swa_jax.data import SourceConfig, StoredDocuments, make_batches, read_documents
 from swa_jax.data.stored import read_manifest, verify
 from swa_jax.data.tokenize import tokenize
@@ -315,14 +314,6 @@ def test_damage_met_in_training_stops_it_with_the_sentence(made, tokenizer):
 
 
 # ---- the command line ----
-
-
-def run(*arguments, status=0):
-    result = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200"})
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == status, result.output
-    return result.output
 
 
 def test_tokenize_and_inspect_on_the_command_line(corpus, byte_tokenizer, tmp_path):

@@ -27,7 +27,9 @@ ANOTHER = {
     ("Progress", "interval"),
     ("Progress", "quiet"),
     ("Table", "rows"),
+    ("make_mesh", "devices"),  # a list of them
     ("_bench", "documents"),
+    ("run", "dry_run"),
     ("run", "overrides"),
 }
 # (function, callee, option): the function decides.
