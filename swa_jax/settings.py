@@ -78,7 +78,9 @@ def load_config[T](cls: type[T], file: str | Path, overrides: Sequence[str] = ()
     A file may name another with `base: FILE` (beside it, unless absolute) and then holds only what differs from it.
     """
     data = _read_with_base(Path(file))
-    for override in overrides if isinstance(data, dict) else ():
+    if not isinstance(data, dict):
+        raise ConfigError(f"{file} is no configuration: it must have keys with values, as the files of configs/ have")
+    for override in overrides:
         _apply_override(data, override)
     return from_dict(cls, data)
 

@@ -27,6 +27,7 @@ from swa_jax.cli.options import (
     check_output,
     find_model,
     load_checkpoint,
+    note_context,
     print_json,
 )
 from swa_jax.errors import ConfigError
@@ -319,6 +320,7 @@ def generation(
     window = decoder.pattern.sliding_window if window is None else window
     if window is None:
         raise ConfigError("--window is missing: give it, as the model's own pattern has none")
+    note_context(decoder.config, length + new_tokens)
     settings = {
         "sliding_window": window,
         "num_sink_tokens": decoder.pattern.num_sink_tokens if sink_tokens is None else sink_tokens,

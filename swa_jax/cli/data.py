@@ -19,7 +19,7 @@ def tokenize(
     sources: Annotated[
         list[str], Argument(metavar="SRC...", help="Files (text, JSONL, Parquet, ArrayRecord), folders or globs.")
     ],
-    tokenizer: Annotated[Path, Option(help="tokenizer.json, or a folder that has one.")],
+    tokenizer: Annotated[str, Option(help="tokenizer.json, or a model by any of its names.")],
     out: Annotated[Path, Option(help="Folder of the tokens; run again to go on after an interruption.")],
     field: Annotated[str, Option(help="The field of a record that has the text.")] = "text",
     kind: Annotated[Literal["text", "huggingface"], Option(help="huggingface: SRC are folders of data sets.")] = "text",
@@ -27,13 +27,14 @@ def tokenize(
     shard_tokens: Annotated[int, Option(help="Tokens at which a shard ends.", min=1)] = 1 << 27,
 ) -> None:
     """Tokenise documents once, for training with a source of kind `tokens`."""
+    from swa_jax.checkpoint.named import tokenizer_folder
     from swa_jax.data.sources import SourceConfig
     from swa_jax.data.tokenize import tokenize as run
     from swa_jax.report.progress import Progress
 
     source = SourceConfig(kind, tuple(sources), text_field=field, split=split)
     with Progress("files tokenised", at_once=False) as progress:
-        made = run(source, tokenizer, out, shard_tokens=shard_tokens, progress=progress.update)
+        made = run(source, tokenizer_folder(tokenizer), out, shard_tokens=shard_tokens, progress=progress.update)
     typer.echo(f"{out}: {made['tokens']:,} tokens, {made['documents']:,} documents, {len(made['shards'])} shards")
     if made["left_out"]:
         typer.echo(f"{made['left_out']:,} empty documents left out")
@@ -58,6 +59,8 @@ def inspect(
     from swa_jax.report.bench_tables import source_table
     from swa_jax.settings import load_config
 
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist: name a training configuration, or a folder of tokens")
     if path.is_dir():
         from swa_jax.data.stored import read_manifest, verify
         from swa_jax.report.progress import Progress

@@ -215,6 +215,8 @@ def check_output(option: str, file: Path) -> None:
     """
     if file.is_dir():
         raise ConfigError(f"{option} is {file}, a folder: name a file in it")
+    if file.parent.is_file():
+        raise ConfigError(f"{option} {file} cannot be written: {file.parent} is a file, name a folder")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=file.parent):

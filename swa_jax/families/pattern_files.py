@@ -73,8 +73,10 @@ def is_pattern_file(source: str | Path) -> bool:
 
 def layers_of_file(source: str | Path) -> int | None:
     """How many layers the pattern of a JSON file has; None for a SWAA configuration, which does not say."""
-    _, data = read_object(source)
+    name, data = read_object(source)
     if "num_hidden_layers" in data:
         return hf_pattern(data).num_layers
+    if not any(key in data for key in SWAA_KEYS):
+        return AttentionPattern.from_object(name, data).num_layers
     types = data.get("layer_types")
     return len(types) if isinstance(types, list) else None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         sweep_heat,
     )
     from swa_jax.report.layer_charts import layer_scores_chart, routing_chart
-    from swa_jax.report.line_charts import loss_curve, routed_cpt_chart, training_curves
+    from swa_jax.report.line_charts import routed_cpt_chart, training_curves
     from swa_jax.report.memory_charts import accuracy_memory_chart, frontier_chart
     from swa_jax.report.tables import compare_table, pattern_table, table_console
 
@@ -30,7 +30,6 @@ __all__ = [
     "head_map",
     "layer_ratio_map",
     "layer_scores_chart",
-    "loss_curve",
     "loss_heat_map",
     "needle_heat_map",
     "pattern_table",
@@ -51,7 +50,6 @@ __getattr__, __dir__ = lazy(
         "head_map": "heat_maps",
         "layer_ratio_map": "heat_maps",
         "layer_scores_chart": "layer_charts",
-        "loss_curve": "line_charts",
         "loss_heat_map": "heat_maps",
         "needle_heat_map": "heat_maps",
         "pattern_table": "tables",

@@ -141,7 +141,7 @@ class RunLog:
 
 def draw_losses(run: Path) -> None:
     """Draw `loss.png` in a run's folder, from its `metrics.jsonl`."""
-    from swa_jax.report import loss_curve
+    from swa_jax.report.line_charts import loss_curve
 
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
     if any("loss" in line for line in lines):

@@ -18,6 +18,7 @@ from tiny_models import make
 
 import swa_jax.train.loop
 from swa_jax.checkpoint.folder import save_model
+from swa_jax.cli.options import check_window
 from swa_jax.data.tokenizer import Tokenizer, check_same_tokens, load_tokenizer, train_byte_bpe
 from swa_jax.errors import ConfigError
 from swa_jax.model.config import ModelConfig
@@ -59,7 +60,67 @@ def _write(file: Path, config: dict) -> Path:
     return file
 
 
+# ---- the command line: drawn from the wrong calls that were tried ----
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        ("traim x", "'traim' is not a command of `swa-jax`; did you mean 'train'?"),
+        ("--frobnicate", "--frobnicate is not an option of `swa-jax`; known: --compile-anew, "),
+        ("pattern full --layerz 4", "--layerz is not an option of `swa-jax pattern`; did you mean '--layers'?"),
+        ("pattern full --layers", "--layers needs a value"),
+        ("pattern full --layers four", "--layers must be a whole number, got 'four'"),
+        ("pattern full --layers 0", "--layers must be at least 1, got 0"),
+        ("pattern README.md --layers 4", "'README.md' is neither a recipe nor a .json file; known: "),
+        ("pattern bad.json", "bad.json has no 'layer_types': it is not an attention pattern"),
+        ("pattern diff a b c --layers 3", "`swa-jax pattern diff` takes no further argument, got 'c'"),
+        ("adapt m", "`swa-jax adapt` needs OUT: A new folder, or that of an interrupted run to go on with."),
+        ("adapt m out --force=1", "--force takes no value"),
+        ("adapt m out --effort max", "--effort must be quick, normal or full, got 'max'"),
+        ("adapt m out --window 4000", "a window of 4000 holds whole examples of 2048 tokens, "),
+        ("adapt m bad.json/out", "OUT bad.json/out cannot be written: "),
+        ("evaluate efficiency m --full-ratio 2", "--full-ratio must be at most 1, got 2"),
+        ("evaluate needles m --depths 5", "--depths is '5': give fractions from 0 to 1 with commas between, such as"),
+        ("evaluate needles m --out bad.json", "--out bad.json/results.json cannot be written: bad.json is a file"),
+        ("train bad.txt", "bad.txt is no configuration: it must have keys with values, as the files of configs/ have"),
+        ("train a.yaml --devices 3", "--devices is of --dry-run: give both, or neither"),
+        ("import m .", "{here} is there already: name a new folder, or remove that one first"),
+        ("data inspect absent", "absent does not exist: name a training configuration, or a folder of tokens"),
+    ],
+)
+def test_a_wrong_call(call, sentence, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.json").write_text('{"a": 1}')
+    (tmp_path / "bad.txt").write_text("text")
+    assert fails(*call.split()).startswith(sentence.format(here=tmp_path))
+
+
+def test_prompts_of_another_order_of_length_are_refused_at_once(checkpoint):
+    for kind in (("needles",), ("chains",), ("efficiency",)):
+        option = "--length" if kind == ("needles",) else "--lengths"
+        assert "times as long as the model's context of 2048: at most 262144 are run" in fails(
+            "evaluate", *kind, checkpoint, option, 9999999
+        )
+    with pytest.raises(ConfigError, match="--window 64 holds whole prompts of 64 tokens"):
+        check_window(64, 64)
+    check_window(63, 64)
+
+
 # ---- the configuration ----
+
+
+def test_a_dry_run_looks_at_everything_and_writes_nothing(file, tmp_path):
+    said = run("train", file, "--dry-run", "mesh.fsdp=2", "mesh.tensor=1")
+    assert "begins, 2 steps" in said
+    assert "mesh: data 1, fsdp 2, expert 1, context 1, tensor 1" in said
+    assert "nothing was trained" in said
+    sentence = "batch_size / accumulate = 6 cannot be split in 4 (data 1 x fsdp 4)"
+    assert sentence in fails("train", file, "--dry-run", "--devices", 4)
+    assert fails("train", file, "--dry-run", "stages.0.data.0.files=[absent]").startswith("data files 'absent'")
+    again = _write(tmp_path / "again.yaml", yaml.safe_load(run("train", file, "--print-config", "seed=7")))
+    assert load_config(TrainConfig, again) == load_config(TrainConfig, file, ["seed=7"])
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -92,7 +153,7 @@ def test_a_wrong_setting(file, tmp_path, overrides, sentence):
 def test_a_configuration_that_is_none(tmp_path):
     assert fails("train", tmp_path / "absent.yaml") == (f"configuration file {tmp_path / 'absent.yaml'} does not exist")
     (tmp_path / "list.yaml").write_text("- 1\n")
-    assert "must be a mapping of keys" in fails("train", tmp_path / "list.yaml")
+    assert "is no configuration: it must have keys" in fails("train", tmp_path / "list.yaml")
     assert fails("train", tmp_path) == f"configuration file {tmp_path} is not a YAML file"
 
 
@@ -375,5 +436,5 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(file, tmp_p
         assert fails(*verb, "--out", folder) == f"--out is {folder}, a folder: name a file in it"
         assert "cannot be written: " in fails(*verb, "--out", taken / "x.json")
     assert sorted(path.name for path in tmp_path.iterdir() if path != file) == ["folder.json", "taken", "text.txt"]
-    assert fails("train", file, f"output={taken}").startswith(f"{taken}: ")
-    assert fails("train", file, f"output={taken}/run").startswith(f"{taken}/run: ")
+    assert fails("train", file, f"output={taken}").startswith(f"{taken} is there already")
+    assert fails("train", file, f"output={taken}/run").startswith(f"{taken}/run is a file, or in one")

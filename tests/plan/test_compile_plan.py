@@ -21,7 +21,7 @@ from swa_jax.plan.plan import plan, topology_devices
 
 def test_what_cannot_be_planned_is_one_sentence():
     with pytest.raises(
-        ConfigError, match=r"--topology is 'v5e:3x5x7x9', which libtpu does not take .* such as v5e:16x16"
+        ConfigError, match=r"--topology is 'v5e:3x5x7x9', which libtpu does not know: .* such as v5e:16x16"
     ):
         plan(run(), "v5e:3x5x7x9")
     with pytest.raises(ConfigError, match="--stage is 1: the run has stages 0 to 0"):
