@@ -27,9 +27,9 @@ _HOMES = {
     "generate": "model.generate",
     "load_model": "checkpoint.named",
     "load_tokenizer": "checkpoint.named",
-    **dict.fromkeys(("checkpoint", "data", "evaluate", "model", "report", "select", "train"), ""),
+    **dict.fromkeys(("checkpoint", "evaluate", "model", "select", "train"), ""),
 }
-__getattr__, __dir__ = lazy(__name__, _HOMES)
+__getattr__ = lazy(__name__, _HOMES)
 
 _ACCELERATORS = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")  # as Linux shows them
 

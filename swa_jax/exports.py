@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def lazy(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """A package's `__getattr__`, which imports a name from its home when it is first used, and its `__dir__`.
+def lazy(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """A package's `__getattr__`, which imports a name from its home when it is first used; `dir` shows the names.
 
     Args:
       homes: for each name the module of `package` that has it; "" for a name that is a module itself.
     """
+    own = vars(sys.modules[package])
 
     def get(name: str) -> Any:
         if name not in homes:
@@ -22,8 +23,5 @@ def lazy(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], 
             return importlib.import_module(f"{package}.{name}")
         return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
 
-    def names() -> list[str]:
-        own = vars(sys.modules[package])
-        return sorted({*homes, *own["__all__"], *(name for name in own if name.startswith("__"))})
-
-    return get, names
+    own["__dir__"] = lambda: sorted({*homes, *own["__all__"], *(name for name in own if name.startswith("__"))})
+    return get

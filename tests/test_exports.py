@@ -10,7 +10,7 @@ from command_line import run
 
 import swa_jax
 
-ROOMS = ("checkpoint", "data", "evaluate", "model", "report", "select", "train")
+ROOMS = ("checkpoint", "evaluate", "model", "select", "train")
 
 
 @pytest.mark.parametrize("package", ["swa_jax", *(f"swa_jax.{room}" for room in ROOMS)])

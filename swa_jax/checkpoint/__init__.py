@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["export_model", "import_model", "load_model", "open_checkpoint", "save_model"]
 
-__getattr__, __dir__ = lazy(
+__getattr__ = lazy(
     __name__,
     {
         "load_model": "named",

@@ -37,7 +37,7 @@ from swa_jax.checkpoint.tensor_names import TensorName, expected_tensors, is_rou
 from swa_jax.errors import CheckpointError, ConfigError
 from swa_jax.families import hf_config as make_hf_config
 from swa_jax.families import model_config
-from swa_jax.families.pattern_files import load_pattern, no_window
+from swa_jax.families.pattern_files import choose_pattern, no_window
 from swa_jax.files import (
     check_destination,
     check_local,
@@ -53,7 +53,7 @@ from swa_jax.model.attention import Router
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_stacks import LayerStack, layer_stacks
-from swa_jax.model.layer_types import FULL, SWITCH
+from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.parameters import ROUTERS
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition, state_shardings
@@ -150,7 +150,9 @@ def load_model(
     source = open_checkpoint(path)
     config = config or source.config
     given = {"sliding_window": window, "num_sink_tokens": sink_tokens, "full_attention_decode": full_decode}
-    chosen = _pattern(source.pattern, pattern, config, {name: x for name, x in given.items() if x is not None})
+    chosen = choose_pattern(source.pattern, pattern, config, given)
+    if chosen not in (source.pattern, pattern) and (note := no_window(chosen, config)):
+        warnings.warn(f"{note}: give a smaller window=", skip_file_prefixes=(str(Path(__file__).parents[1]),))
     routed = SWITCH in chosen.layer_types
     kind = source.dtype if dtype is None else jnp.dtype(dtype)
     skeleton = nnx.eval_shape(lambda: Decoder(config, chosen, dtype=kind, rngs=nnx.Rngs(0)))
@@ -168,25 +170,6 @@ def load_model(
         arrays |= {path: jax.device_put(router, places.get(path)) for path, router in routers.items()}
     state = {path: variable.replace(arrays[_names(path)]) for path, variable in nnx.to_flat_state(wanted)}
     return nnx.merge(graph, nnx.from_flat_state(state))
-
-
-def _pattern(
-    own: AttentionPattern, pattern: AttentionPattern | str | Path | None, config: ModelConfig, given: dict[str, Any]
-) -> AttentionPattern:
-    """The pattern that `load_model` was asked for; a warning says where its windows are full attention."""
-    if pattern is None and given and set(own.layer_types) == {FULL}:
-        raise ConfigError(
-            "window, sink_tokens and full_decode have no effect: the model's own pattern has full attention in every "
-            'layer; name another, such as pattern="window"'
-        )
-    if isinstance(pattern, str | Path):
-        chosen = load_pattern(pattern, config, default_window=own.sliding_window, **given)
-    else:
-        chosen = dataclasses.replace(own if pattern is None else pattern, **given)
-        chosen.validate(config)
-    if (given or isinstance(pattern, str | Path)) and (note := no_window(chosen, config)):
-        warnings.warn(f"{note}: give a smaller window=", skip_file_prefixes=(str(Path(__file__).parents[1]),))
-    return chosen
 
 
 def fresh_routers(config: ModelConfig, seed: int = ROUTER_SEED) -> dict[tuple[str, ...], jax.Array]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import tempfile
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from typer import Argument, Option, echo
 
 from swa_jax.errors import ConfigError
-from swa_jax.families.pattern_files import is_pattern_file, no_window, read_pattern
+from swa_jax.families.pattern_files import choose_pattern, is_pattern_file, no_window, read_pattern
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, SWITCH
 from swa_jax.model.pattern import AttentionPattern
@@ -29,84 +30,39 @@ if TYPE_CHECKING:
 # Panels of `--help`, in which options stand together.
 PATTERN, PROMPTS, RUNNING, OUTPUT = "Pattern", "Prompts", "Running", "Output"
 SERVING, CHAT = "Serving", "Chat"
+in_pattern, in_prompts, in_running, in_output = (
+    functools.partial(Option, rich_help_panel=panel) for panel in (PATTERN, PROMPTS, RUNNING, OUTPUT)
+)
 
 Model = Annotated[
     Path,
     Argument(help="A checkpoint, Hugging Face or PEFT folder, a GGUF file, the id of a Hub model, chains or recall."),
 ]
 Window = Annotated[
-    int | None,
-    Option(
-        "--window",
-        metavar="N",
-        help="Visible keys of a windowed query, its own included.",
-        min=1,
-        rich_help_panel=PATTERN,
-    ),
+    int | None, in_pattern("--window", metavar="N", help="Visible keys of a windowed query, its own included.", min=1)
 ]
 SinkTokens = Annotated[
     int | None,
-    Option(
-        "--sink-tokens",
-        metavar="N",
-        help="First tokens that stay visible beside the window.",
-        min=0,
-        rich_help_panel=PATTERN,
-    ),
+    in_pattern("--sink-tokens", metavar="N", help="First tokens that stay visible beside the window.", min=0),
 ]
 FullDecode = Annotated[
-    bool | None,
-    Option(
-        "--fa-decode/--no-fa-decode",
-        help="Whether the tokens of an answer see everything.",
-        show_default=False,
-        rich_help_panel=PATTERN,
-    ),
+    bool | None, in_pattern("--fa-decode/--no-fa-decode", help="Whether the tokens of an answer see everything.")
 ]
 Yarn = Annotated[
-    float | None,
-    Option(
-        "--yarn",
-        help="Stretch the model's context by this factor with YaRN, for longer prompts.",
-        rich_help_panel=PATTERN,
-    ),
+    float | None, in_pattern("--yarn", help="Stretch the model's context by this factor with YaRN, for longer prompts.")
 ]
-NumKeys = Annotated[
-    int, Option("--keys", metavar="N", help="Needles hidden, one asked for.", min=1, rich_help_panel=PROMPTS)
-]
-Chains = Annotated[
-    str | None,
-    Option(
-        metavar="CHAINS",
-        help="Chains, not needles: hops=1-3,rivals=3,gap=32.",
-        show_default=False,
-        rich_help_panel=PROMPTS,
-    ),
-]
-Length = Annotated[
-    int, Option("--length", metavar="N", help="Tokens, the answer included.", min=1, rich_help_panel=PROMPTS)
-]
+NumKeys = Annotated[int, in_prompts("--keys", metavar="N", help="Needles hidden, one asked for.", min=1)]
+Chains = Annotated[str | None, in_prompts(metavar="CHAINS", help="Chains, not needles: hops=1-3,rivals=3,gap=32.")]
+Length = Annotated[int, in_prompts("--length", metavar="N", help="Tokens, the answer included.", min=1)]
 Chat = Annotated[
-    bool | None,
-    Option(
-        "--chat/--no-chat", help="Ask in the chat template, if there is one.", show_default=False, rich_help_panel=CHAT
-    ),
+    bool | None, Option("--chat/--no-chat", help="Ask in the chat template, if there is one.", rich_help_panel=CHAT)
 ]
 Haystack = Annotated[
     Path | None,
-    Option(
-        "--haystack",
-        help="A text, or a folder of texts, to hide needles in. Default: Python library sources.",
-        show_default=False,
-        rich_help_panel=PROMPTS,
-    ),
+    in_prompts("--haystack", help="A text, or a folder of texts, to hide needles in. Default: Python library sources."),
 ]
-Json = Annotated[
-    bool, Option("--json", help="Print JSON, not tables; all else goes to standard error.", rich_help_panel=OUTPUT)
-]
-BatchSize = Annotated[
-    int, Option("--batch-size", metavar="N", help="Sequences at a time.", min=1, rich_help_panel=RUNNING)
-]
+Json = Annotated[bool, in_output("--json", help="Print JSON, not tables; all else goes to standard error.")]
+BatchSize = Annotated[int, in_running("--batch-size", metavar="N", help="Sequences at a time.", min=1)]
 Server = Annotated[
     str | None,
     Option(
@@ -139,19 +95,11 @@ PrefillChunk = Annotated[
         rich_help_panel=SERVING,
     ),
 ]
-Seed = Annotated[
-    int, Option("--seed", metavar="N", help="The seed of everything that is drawn.", min=0, rich_help_panel=RUNNING)
-]
+Seed = Annotated[int, in_running("--seed", metavar="N", help="The seed of everything that is drawn.", min=0)]
 Dtype = Literal["float32", "bfloat16"]
 ComputeDtype = Annotated[
     Dtype | None,
-    Option(
-        "--dtype",
-        metavar="DTYPE",
-        help="float32 or bfloat16. Default: as stored. CPUs are faster in float32.",
-        show_default=False,
-        rich_help_panel=RUNNING,
-    ),
+    in_running("--dtype", metavar="DTYPE", help="float32 or bfloat16. Default: as stored. CPUs are faster in float32."),
 ]
 
 
@@ -365,24 +313,13 @@ class PromptKind:
 def with_patterns(model: Decoder, sources: Sequence[str], overrides: Overrides) -> list[tuple[str, Decoder]]:
     """The model under each of these patterns, by name; without one, under its own, which is then called "own"."""
     if not sources:
-        return [("own", _under_own_pattern(model, overrides))]
+        own = choose_pattern(model.pattern, None, model.config, overrides.fields)
+        return [("own", model.with_pattern(own))]
     patterns = resolve_patterns(sources, model.config, overrides, model.pattern.sliding_window)
     for source, pattern in zip(sources, patterns, strict=True):
         if SWITCH in pattern.layer_types and SWITCH not in model.pattern.layer_types:
             echo(f"the model has no routers for --pattern {source}: they are drawn at random, untrained", err=True)
     return [(name, model.with_pattern(pattern)) for name, pattern in zip(sources, patterns, strict=True)]
-
-
-def _under_own_pattern(model: Decoder, overrides: Overrides) -> Decoder:
-    given = {name: value for name, value in overrides.fields.items() if value is not None}
-    words = {"sliding_window": "--window", "num_sink_tokens": "--sink-tokens", "full_attention_decode": "--fa-decode"}
-    idle = [words[name] for name, value in given.items() if value]
-    if idle and len(model.pattern.full_layers) == model.pattern.num_layers:
-        raise ConfigError(
-            f"{idle[0]} has no effect: the checkpoint's own pattern has full attention in every layer; name another, "
-            "such as --pattern window"
-        )
-    return model.with_pattern(dataclasses.replace(model.pattern, **given)) if given else model
 
 
 def note_whole_prompts(patterns: Iterable[tuple[str, AttentionPattern]], longest: int) -> None:

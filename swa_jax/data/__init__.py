@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 # These bring grain, JAX and the tokenizer with them: only when asked for.
-__getattr__, __dir__ = lazy(
+__getattr__ = lazy(
     __name__,
     {
         "PackedPrompts": "packing",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,29 @@ from swa_jax.model.pattern import SWAA_KEYS, AttentionPattern, read_object
 def load_pattern(source: AttentionPattern | str | Path, model: ModelConfig, **options: Any) -> AttentionPattern:
     """A pattern object, or what `read_pattern` reads with these options, checked against the model."""
     pattern = source if isinstance(source, AttentionPattern) else read_pattern(source, model, **options)
+    pattern.validate(model)
+    return pattern
+
+
+def choose_pattern(
+    own: AttentionPattern, source: AttentionPattern | str | Path | None, model: ModelConfig, given: Mapping[str, Any]
+) -> AttentionPattern:
+    """The pattern for a model whose own is `own`: that, or a pattern object, or what `read_pattern` reads.
+
+    Args:
+      given: fields of the pattern that win over it; None leaves it.
+
+    Raises `ConfigError` as `read_pattern`, and for fields of windows where there are none.
+    """
+    given = {name: value for name, value in given.items() if value is not None}
+    if source is None and any(given.values()) and set(own.layer_types) == {FULL}:
+        raise ConfigError(
+            "a window, sink tokens and full-attention decode have no effect: the model's own pattern has full "
+            "attention in every layer; name another pattern, such as 'window'"
+        )
+    if isinstance(source, str | Path):
+        return load_pattern(source, model, default_window=own.sliding_window, **given)
+    pattern = dataclasses.replace(own if source is None else source, **given)
     pattern.validate(model)
     return pattern
 

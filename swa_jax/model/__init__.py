@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AttentionPattern", "Decoder", "Engine", "LoraConfig", "ModelConfig", "RopeScaling"]
 
-__getattr__, __dir__ = lazy(
+__getattr__ = lazy(
     __name__,
     {
         "AttentionPattern": "pattern",

@@ -41,7 +41,7 @@ __all__ = [
     "training_curves",
 ]
 
-__getattr__, __dir__ = lazy(
+__getattr__ = lazy(
     __name__,
     {
         "accuracy_memory_chart": "memory_charts",

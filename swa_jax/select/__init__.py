@@ -34,7 +34,7 @@ __all__ = [
     "static_scores",
 ]
 
-__getattr__, __dir__ = lazy(
+__getattr__ = lazy(
     __name__,
     {
         "Selection": "bosch_search",

@@ -12,4 +12,4 @@ if TYPE_CHECKING:
 
 __all__ = ["StageConfig", "TrainConfig", "train"]
 
-__getattr__, __dir__ = lazy(__name__, {"TrainConfig": "config", "StageConfig": "config", "train": "loop"})
+__getattr__ = lazy(__name__, {"TrainConfig": "config", "StageConfig": "config", "train": "loop"})

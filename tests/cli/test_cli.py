@@ -142,13 +142,8 @@ def test_generate_says_what_it_makes_of_its_options(checkpoint, tmp_path):
     assert "the model has no routers for --pattern switch: they are drawn at random, untrained" in output
     full = load_model(checkpoint, pattern="full")
     save_model(full, tmp_path / "full", tokenizer_from=checkpoint)
-    for options, named in (
-        (("--window", 8), "--window"),
-        (("--sink-tokens", 2), "--sink-tokens"),
-        (("--fa-decode",), "--fa-decode"),
-    ):
-        said = fails("generate", tmp_path / "full", "hello", *options)
-        assert said.startswith(f"{named} has no effect: the checkpoint's own pattern has full attention in every")
+    for options in (("--window", 8), ("--sink-tokens", 2), ("--fa-decode",)):
+        assert "have no effect: the model's own pattern" in fails("generate", tmp_path / "full", "hello", *options)
     run("generate", tmp_path / "full", "hello", "--max-new-tokens", 1, "--sink-tokens", 0)
 
 

@@ -360,9 +360,7 @@ def test_bfloat16_model_gives_float32_logits():
 def test_tokens_and_patterns_as_a_user_may_write_them():
     model = model_of("window")
     np.testing.assert_array_equal(model([[5, 6]]), model(jnp.array([[5, 6]])))
-    with pytest.raises(
-        ConfigError, match=r"batch of sequences, \[B, T\], got the shape \(2,\); .* write tokens\[None\]"
-    ):
+    with pytest.raises(ConfigError, match=r"batch of sequences, \[B, T\], got the shape \(2,\); .* write tokens"):
         model([5, 6])
     with pytest.raises(ConfigError, match="sequences of one length: pad them"):
         model([[5, 6], [7]])
