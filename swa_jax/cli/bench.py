@@ -13,10 +13,6 @@ from typer import Argument, Option
 
 from swa_jax.cli.groups import Options, expand
 from swa_jax.cli.options import (
-    OUTPUT,
-    PATTERN,
-    PROMPTS,
-    RUNNING,
     BatchSize,
     ComputeDtype,
     Json,
@@ -26,6 +22,10 @@ from swa_jax.cli.options import (
     Window,
     check_output,
     find_model,
+    in_output,
+    in_pattern,
+    in_prompts,
+    in_running,
     load_checkpoint,
     note_context,
     print_json,
@@ -97,20 +97,12 @@ class Shapes(Options):
 
     passes: Annotated[
         list[str] | None,
-        Option(
-            "--pass",
-            help="forward, forward+backward or decode, repeatable. Default: all.",
-            show_default=False,
-            rich_help_panel=SHAPES,
-        ),
+        Option("--pass", help="forward, forward+backward or decode, repeatable. Default: all.", rich_help_panel=SHAPES),
     ] = None
     length: Annotated[
         list[int] | None,
         Option(
-            help="Tokens, repeatable. Default: 4096 to 131072; on a CPU 512 and 1024.",
-            min=1,
-            show_default=False,
-            rich_help_panel=SHAPES,
+            help="Tokens, repeatable. Default: 4096 to 131072; on a CPU 512 and 1024.", min=1, rich_help_panel=SHAPES
         ),
     ] = None
     window: Annotated[
@@ -118,7 +110,6 @@ class Shapes(Options):
         Option(
             help="Visible keys of a query, repeatable; 0 is full. Default: 1024, 2048, 0; on a CPU 128, 0.",
             min=0,
-            show_default=False,
             rich_help_panel=SHAPES,
         ),
     ] = None
@@ -136,7 +127,6 @@ class Shapes(Options):
         Option(
             help="Tokens of a document. Rows are packed and have segment ids, as in training. Default: no segment ids.",
             min=1,
-            show_default=False,
             rich_help_panel=SHAPES,
         ),
     ] = None
@@ -196,9 +186,7 @@ def attention(
         bool,
         Option("--dry-run", help="List what would run, with the kernels. Nothing is compiled.", rich_help_panel=DOING),
     ] = False,
-    out: Annotated[
-        Path | None, Option(help="Also write the results to this JSON file.", rich_help_panel=OUTPUT)
-    ] = None,
+    out: Annotated[Path | None, in_output(help="Also write the results to this JSON file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Time attention on this machine beside whatever peers are installed, as ratios from one run.
@@ -280,21 +268,15 @@ def generation(
     sink_tokens: SinkTokens = None,
     ratio: Annotated[
         list[float] | None,
-        Option(
-            help="Share of windowed KV heads, repeatable. Default: 0, 0.25, 0.5, 0.75 and 1.",
-            show_default=False,
-            rich_help_panel=PATTERN,
-        ),
+        in_pattern(help="Share of windowed KV heads, repeatable. Default: 0, 0.25, 0.5, 0.75 and 1."),
     ] = None,
-    length: Annotated[int, Option(help="Tokens of a prompt.", min=1, rich_help_panel=PROMPTS)] = 4096,
-    new_tokens: Annotated[int, Option(help="Tokens that are then written.", min=2, rich_help_panel=PROMPTS)] = 64,
+    length: Annotated[int, in_prompts(help="Tokens of a prompt.", min=1)] = 4096,
+    new_tokens: Annotated[int, in_prompts(help="Tokens that are then written.", min=2)] = 64,
     batch_size: BatchSize = 4,
-    rounds: Annotated[int, Option(help="Each times every ratio once, in turn.", min=1, rich_help_panel=RUNNING)] = 5,
+    rounds: Annotated[int, in_running(help="Each times every ratio once, in turn.", min=1)] = 5,
     dtype: ComputeDtype = None,
     seed: Seed = 0,
-    out: Annotated[
-        Path | None, Option(help="Also write the results to this JSON file.", rich_help_panel=OUTPUT)
-    ] = None,
+    out: Annotated[Path | None, in_output(help="Also write the results to this JSON file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Cache memory, prefill and decode speed of this model on this machine, by the share of windowed KV heads.

@@ -13,7 +13,7 @@ import typer
 from typer import Argument, Option
 
 from swa_jax.cli.groups import Options
-from swa_jax.cli.options import OUTPUT, Json, check_output, print_json
+from swa_jax.cli.options import Json, check_output, in_output, print_json
 from swa_jax.errors import ConfigError
 from swa_jax.settings import load_config
 
@@ -37,17 +37,13 @@ class SearchOptions(Options):
         ),
     ] = False
     tries: Annotated[
-        int | None,
-        Option(
-            help="Settings to compile, minutes each. Default: 6.", min=1, show_default=False, rich_help_panel=SEARCH
-        ),
+        int | None, Option(help="Settings to compile, minutes each. Default: 6.", min=1, rich_help_panel=SEARCH)
     ] = None
     options: Annotated[
         int | None,
         Option(
             help="Sets of options of XLA to compile the best settings with. Default: 5, which are all.",
             min=0,
-            show_default=False,
             rich_help_panel=SEARCH,
         ),
     ] = None
@@ -83,11 +79,7 @@ def compile_(
     length: Annotated[
         int | None,
         Option(
-            "--length",
-            help="Tokens of a prompt. Default: the stage's sequence_length.",
-            min=1,
-            show_default=False,
-            rich_help_panel=STEP,
+            "--length", help="Tokens of a prompt. Default: the stage's sequence_length.", min=1, rich_help_panel=STEP
         ),
     ] = None,
     new_tokens: Annotated[
@@ -97,10 +89,9 @@ def compile_(
     searching: SearchOptions,
     out: Annotated[
         Path | None,
-        Option(
+        in_output(
             help="Also write the plan to this JSON file. A search writes each result as it comes; the same command "
-            "goes on after an interruption.",
-            rich_help_panel=OUTPUT,
+            "goes on after an interruption."
         ),
     ] = None,
     as_json: Json = False,

@@ -72,6 +72,13 @@ def _write(file: Path, config: dict) -> Path:
         ("pattern full --layers", "--layers needs a value"),
         ("pattern full --layers four", "--layers must be a whole number, got 'four'"),
         ("pattern full --layers 0", "--layers must be at least 1, got 0"),
+        (
+            "pattern interleav-1-in-4 --layers 8",
+            "'interleav-1-in-4' is neither a recipe nor a .json file; did you mean",
+        ),
+        ("pattern full", "give one of --layers N and --model DIR: a recipe needs to know how deep the model is"),
+        ("pattern absent.json", "pattern file absent.json does not exist"),
+        ("pattern layers:9 --layers 8", "full layer 9 does not exist: the model has layers 0 to 7"),
         ("pattern README.md --layers 4", "'README.md' is neither a recipe nor a .json file; known: "),
         ("pattern bad.json", "bad.json has no 'layer_types': it is not an attention pattern"),
         ("pattern diff a b c --layers 3", "`swa-jax pattern diff` takes no further argument, got 'c'"),
@@ -83,7 +90,7 @@ def _write(file: Path, config: dict) -> Path:
         ("evaluate efficiency m --full-ratio 2", "--full-ratio must be at most 1, got 2"),
         ("evaluate needles m --depths 5", "--depths is '5': give fractions from 0 to 1 with commas between, such as"),
         ("evaluate needles m --out bad.json", "--out bad.json/results.json cannot be written: bad.json is a file"),
-        ("train bad.txt", "bad.txt is no configuration: it must have keys with values, as the files of configs/ have"),
+        ("compile run.yaml", "give --topology, a TPU slice such as v5p:4x4x8"),
         ("train a.yaml --devices 3", "--devices is of --dry-run: give both, or neither"),
         ("import m .", "{here} is there already: name a new folder, or remove that one first"),
         ("data inspect absent", "absent does not exist: name a training configuration, or a folder of tokens"),
@@ -92,7 +99,6 @@ def _write(file: Path, config: dict) -> Path:
 def test_a_wrong_call(call, sentence, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.json").write_text('{"a": 1}')
-    (tmp_path / "bad.txt").write_text("text")
     assert fails(*call.split()).startswith(sentence.format(here=tmp_path))
 
 

@@ -33,10 +33,6 @@ def test_help_names_every_verb():
     assert "nll" in run("select", "--help")
 
 
-def test_version():
-    assert run("--version").startswith("swa-jax")
-
-
 # ---- patterns ----
 
 
@@ -53,22 +49,6 @@ def test_pattern_prints_the_map(tmp_path):
 
 def test_pattern_of_a_model(checkpoint):
     assert "2 layers: wF" in run("pattern", "interleave-1-in-2", "--model", checkpoint)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (
-            ("interleav-1-in-4", "--layers", 8),
-            "'interleav-1-in-4' is neither a recipe nor a .json file; did you mean 'interleave-1-in-4'?",
-        ),
-        (("full",), "give one of --layers N and --model DIR: a recipe needs to know how deep the model is"),
-        (("absent.json",), "pattern file absent.json does not exist"),
-        (("layers:9", "--layers", 8), "full layer 9 does not exist: the model has layers 0 to 7"),
-    ],
-)
-def test_pattern_errors_are_one_sentence(arguments, sentence):
-    assert fails("pattern", *arguments) == sentence
 
 
 def test_unexpected_errors_keep_their_traceback(monkeypatch):
