@@ -314,7 +314,7 @@ def with_patterns(model: Decoder, sources: Sequence[str], overrides: Overrides) 
     """The model under each of these patterns, by name; without one, under its own, which is then called "own"."""
     if not sources:
         own = choose_pattern(model.pattern, None, model.config, overrides.fields)
-        return [("own", model.with_pattern(own))]
+        return [("own", model if own == model.pattern else model.with_pattern(own))]
     patterns = resolve_patterns(sources, model.config, overrides, model.pattern.sliding_window)
     for source, pattern in zip(sources, patterns, strict=True):
         if SWITCH in pattern.layer_types and SWITCH not in model.pattern.layer_types:
