@@ -72,6 +72,7 @@ def inspect(
         source = SourceConfig("tokens", (str(path),))
         length = min(length, read_manifest(path)["tokens"])
         typer.echo(f"{path}: every shard is as it was written", err=as_json)
+        tables: list[tuple[str, tuple[SourceConfig, ...], int, int]]
         tables = [(f"rows of {length} tokens", (source,), length, 0)]
         tokenizer = load_tokenizer(path)
     else:

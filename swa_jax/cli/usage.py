@@ -73,7 +73,7 @@ def _label(parameter: Any) -> str:
 
 def _wrong_value(error: Any) -> str:
     """Such as "must be at least 1, got 0"."""
-    details = getattr(error.__cause__, "errors", list)()
+    details: list[Any] = getattr(error.__cause__, "errors", list)()
     if not details:
         return f"cannot be used: {error.message}"
     first = details[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -71,7 +72,7 @@ def loss_curve(lines: Sequence[Row], file: str | Path) -> None:
       lines: those of `metrics.jsonl`, with `step` and `loss` or `validation_loss`. Of many steps, means are drawn.
     """
     figure = style.new_figure(6.8, 3.6, "Loss of the run")
-    axes = figure.add_subplot()
+    axes: Any = figure.subplots()
     axes.grid(axis="y")
     axes.set(xlabel="Training step", ylabel="Loss (nats a token)")
     axes.xaxis.get_major_locator().set_params(integer=True)
