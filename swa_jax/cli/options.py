@@ -346,19 +346,22 @@ def check_window(window: int | None, length: int) -> None:
         )
 
 
-def note_context(config: ModelConfig, length: int) -> None:
-    """Say that sequences of `length` tokens go beyond the model's context, where they do.
-
-    Raises `ConfigError` for lengths that are out of all proportion to it.
-    """
+def check_length(config: ModelConfig, length: int) -> None:
+    """Raise `ConfigError` for sequences that are out of all proportion to the model's context, before any is drawn."""
     context = config.max_position_embeddings
-    if length <= context:
-        return
     if length > MOST_CONTEXTS * context:
         raise ConfigError(
             f"sequences of {length} tokens are {length // context} times as long as the model's context of {context}: "
             f"at most {MOST_CONTEXTS * context} are run"
         )
+
+
+def note_context(config: ModelConfig, length: int) -> None:
+    """Say that sequences of `length` tokens go beyond the model's context, where they do; errors as `check_length`."""
+    check_length(config, length)
+    context = config.max_position_embeddings
+    if length <= context:
+        return
     factor = -(-length // context)
     stretches = config.rope_scaling is None and config.uses_rope
     advice = f"; --yarn {factor} stretches the context" if stretches else ""

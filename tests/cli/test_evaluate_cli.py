@@ -212,10 +212,9 @@ def test_a_start_token_stands_before_every_sequence_of_a_text(byte_tokenizer, te
     """Every token is scored, from its sequence alone."""
     starting = start_tokenizer(byte_tokenizer, tmp_path / "starting")
     checkpoint = byte_checkpoint(tmp_path, starting, make("Fw", sliding_window=16), vocab_size=258)
-    command = ["evaluate", "text", checkpoint, text, "--lengths", length, "--json", "--out", tmp_path / "out"]
-    printed = json.loads(CliRunner().invoke(app, list(map(str, command))).stdout)
-    assert printed == json.loads((tmp_path / "out" / "results.json").read_text())
-    row = printed["perplexity_sweep"][0]
+    out = tmp_path / "out"
+    run("evaluate", "text", checkpoint, text, "--lengths", length, "--out", out)
+    row = json.loads((out / "results.json").read_text())["perplexity_sweep"][0]
     model, tokens = load_model(checkpoint), load_tokenizer(checkpoint).encode(text.read_text())
     segments = [Example([257], tokens[i : i + length], []) for i in range(0, len(tokens), length)]
     sums = [nll * len(one.answer) for nll, one in zip(answer_nll(model, segments), segments, strict=True)]

@@ -38,6 +38,7 @@ def efficiency(
 
     from swa_jax.evaluate.efficiency import measure_efficiency
     from swa_jax.model.flops import some_positions, work_by_position
+    from swa_jax.report import table_console
     from swa_jax.report.evaluation_tables import efficiency_table, position_table
     from swa_jax.report.progress import counted
 
@@ -61,5 +62,5 @@ def efficiency(
         for at in work_by_position(config, model.pattern, positions, full_ratio)
     ]
     evaluation.save("efficiency_by_position", counted_rows)
-    evaluation.show(counted_rows, position_table)
+    table_console().print(position_table(counted_rows))
     evaluation.finish("efficiency", rows, efficiency_table)

@@ -18,7 +18,6 @@ from swa_jax.cli.options import (
     BatchSize,
     ComputeDtype,
     FullDecode,
-    Json,
     Model,
     Overrides,
     Seed,
@@ -28,7 +27,6 @@ from swa_jax.cli.options import (
     check_output,
     find_model,
     load_checkpoint,
-    print_json,
     with_patterns,
 )
 from swa_jax.errors import ConfigError
@@ -72,12 +70,10 @@ class Evaluation(Options):
                 rich_help_panel=OUTPUT,
             ),
         ] = None,
-        as_json: Json = False,
     ):
         self.model, self.yarn, self.dtype = model, yarn, dtype
         self.sources, self.overrides = pattern or [], Overrides(window, sink_tokens, fa_decode)
         self.batch_size, self.seed, self.out = batch_size, seed, out
-        self.as_json = as_json
         self._kind = ""
         self._settings: dict[str, Any] = {}
         self._results: dict[str, Any] = {}
@@ -180,13 +176,6 @@ class Evaluation(Options):
         if self.out is not None:
             write_json(self.out / "results.json", self._results)
 
-    def show(self, rows: Sequence[dict[str, Any]], table: Callable[[Sequence[dict[str, Any]]], Table]) -> None:
-        """Print a table, unless JSON is to be printed at the end."""
-        from swa_jax.report import table_console
-
-        if not self.as_json:
-            table_console().print(table(rows))
-
     def finish(
         self,
         key: str,
@@ -194,17 +183,17 @@ class Evaluation(Options):
         table: Callable[[Sequence[dict[str, Any]]], Table],
         draw: Callable[[Path], object] = lambda folder: None,
     ) -> None:
-        """Print the table or the results, write them, and draw a picture into their folder."""
-        self.show(rows, table)
+        """Print the table, write the results, and draw a picture into their folder."""
+        from swa_jax.report import table_console
+
+        table_console().print(table(rows))
         unfinished = [kind for kind in self._results.pop("unfinished", []) if kind != self._kind]
         if unfinished:
             self._results["unfinished"] = unfinished
         self.save(key, rows)
-        if self.as_json:
-            print_json(self._results)
         if self.out is not None:
             draw(self.out)
-            typer.echo(f"written to {self.out}", err=self.as_json)
+            typer.echo(f"written to {self.out}")
 
 
 def _read(file: Path) -> dict[str, Any]:
