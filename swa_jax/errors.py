@@ -55,6 +55,15 @@ _FULL_DISK = {
 }
 
 
+_OF_A_FILE = {
+    FileNotFoundError: "does not exist: name one that does",
+    FileExistsError: "is there already: name another, or remove it first",
+    NotADirectoryError: "is a file, or in one, where a folder is needed: name a folder",
+    IsADirectoryError: "is a folder: name a file",
+    PermissionError: "may not be read or written by you",
+}
+
+
 def sentence(error: BaseException) -> str | None:
     """What a user should read of an error that is expected; None for one that needs its traceback.
 
@@ -62,11 +71,12 @@ def sentence(error: BaseException) -> str | None:
     """
     if isinstance(error, UserError):
         return str(error)
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
     if sign := full_disk(error):
         state, help = _FULL_DISK[sign]
         return f"{state} ({sign}): {help}, and start the same command again"
+    if isinstance(error, OSError) and error.filename is not None:
+        what = _OF_A_FILE.get(type(error), f"cannot be read or written ({error.strerror}): name another")
+        return f"{error.filename} {what}"
     kernels = sys.modules.get("pallas_kernels.spec")  # not imported for this: with it would come JAX
     return str(error) if kernels is not None and isinstance(error, kernels.ArgumentError) else None
 

@@ -202,7 +202,7 @@ def check_destination(destination: str | Path) -> Path:
     check_local(destination, "the destination")
     path = Path(destination).expanduser().resolve()
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise CheckpointError(f"{destination} exists already; give a folder that does not, or remove it first")
+        raise CheckpointError(f"{path} is there already: name a new folder, or remove that one first")
     return path
 
 

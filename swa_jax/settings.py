@@ -69,13 +69,20 @@ def to_dict(config: Any) -> Any:
     return config
 
 
+def to_yaml(config: Any) -> str:
+    """A configuration with every key, as `load_config` reads it."""
+    return yaml.safe_dump(to_dict(config), sort_keys=False)
+
+
 def load_config[T](cls: type[T], file: str | Path, overrides: Sequence[str] = ()) -> T:
     """Read a YAML file into `cls`, with `a.b=c` overrides on top; a value is YAML, or `@file.yaml`: what is in it.
 
     A file may name another with `base: FILE` (beside it, unless absolute) and then holds only what differs from it.
     """
     data = _read_with_base(Path(file))
-    for override in overrides if isinstance(data, dict) else ():
+    if not isinstance(data, dict):
+        raise ConfigError(f"{file} is no configuration: it must have keys with values, as the files of configs/ have")
+    for override in overrides:
         _apply_override(data, override)
     return from_dict(cls, data)
 

@@ -73,8 +73,8 @@ def raised(call) -> BaseException:
         (NotFiniteError("the loss"), "the loss"),
         (swa_jax.train.processes.LostProcess("process 3"), "process 3"),
         (ArgumentError("window is 0"), "window is 0"),
-        (FileNotFoundError(errno.ENOENT, "No such file or directory", "a.txt"), "a.txt: No such file or directory"),
-        (PermissionError(errno.EACCES, "Permission denied", "a.txt"), "a.txt: Permission denied"),
+        (FileNotFoundError(errno.ENOENT, "no file", "a.txt"), "a.txt does not exist: name one that does"),
+        (PermissionError(errno.EACCES, "Permission denied", "a.txt"), "a.txt may not be read or written by you"),
         (OSError(errno.ENOSPC, "No space left on device"), "the disk is full (No space left on device): make room, "
          "and start the same command again"),
         # TensorStore says it in a ValueError.

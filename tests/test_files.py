@@ -138,7 +138,7 @@ def test_files_of_others_are_not_touched(tmp_path):
     with pytest.raises(CheckpointError, match=r"new\.partial is in the way"), files.new_folder(tmp_path / "new"):
         pass
     assert (tmp_path / "new.partial" / "thesis.txt").exists()
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(CheckpointError, match="is there already"):
         files.check_destination(tmp_path)
     (tmp_path / "empty").mkdir()
     assert files.check_destination(tmp_path / "empty") == (tmp_path / "empty").resolve()

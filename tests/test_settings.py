@@ -175,7 +175,7 @@ BOMB = "- &a0 [" + "1," * 10 + "]\n" + "".join(f"- &a{i} [{f'*a{i - 1},' * 10}]\
         ("name: 2001-99-99", "is not valid YAML for us: month must be in 1..12"),
         ("name: !!bool 3", "is not valid YAML for us: a value in it is not what its tag says"),
         ("name: !!timestamp x", "is not valid YAML for us: "),
-        ("just a text", "the configuration must be a mapping of keys, got 'just a text'"),
+        ("just a text", "run.yaml is no configuration: it must have keys with values"),
     ],
 )
 def test_yaml_that_is_none(tmp_path, text, sentence):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
 from pathlib import Path
 
@@ -149,16 +150,14 @@ def prepare(settings: Settings) -> Job:
         )
     check_target(settings.server)
     _check_folder(settings.out)
+    _check_files(settings)
+    _check_windows(settings.windows, settings.length or LONGEST)
     source = find_source(settings.model)
     tokenizer = load_tokenizer(source.folder).within(source.config.vocab_size)
     length = settings.length or min(LONGEST, source.config.max_position_embeddings)
     memory = _memory(settings, source, length)
     windows = settings.windows or _windows(source, length)
-    if all(window >= length for window in windows):
-        raise ConfigError(
-            f"a window of {min(windows)} holds whole examples of {length} tokens, which is full attention: take a "
-            "smaller --window, or a greater --length"
-        )
+    _check_windows(windows, length)
     space = find_space(memory, settings.kv_budget, windows, settings.unit)
     own = settings.prompts or settings.text
     chains = source.bundled == "chains" and not own
@@ -179,17 +178,7 @@ def prepare(settings: Settings) -> Job:
 def _with_training_data(job: Job) -> Job:
     """The job with the replies that it trains on, if it does; other data is looked at."""
     settings = job.settings
-    for option, given in {"--tune-data": settings.tune_data, "--tune-prompts": settings.tune_prompts}.items():
-        if given and not settings.tune_steps:
-            raise ConfigError(f"{option} is trained on by --tune STEPS: give both")
-    if settings.reply_tokens is not None and settings.tune_prompts is None:
-        raise ConfigError("--reply-tokens is the length of replies to --tune-prompts: give both")
     if settings.tune_prompts is not None:
-        if settings.tune_data:
-            raise ConfigError(
-                "--tune-prompts is learned by the original's probabilities, which --tune-data does not have: give one "
-                "of them"
-            )
         replies = plan_replies(
             settings.tune_prompts,
             job.source.folder,
@@ -230,8 +219,38 @@ def _memory(settings: Settings, source: Source, length: int) -> Memory:
     return Memory(source.config, source.hf_config, served, settings.server, chunk)
 
 
+def _check_windows(windows: tuple[int, ...], length: int) -> None:
+    if windows and min(windows) >= length:
+        raise ConfigError(
+            f"a window of {min(windows)} holds whole examples of {length} tokens, which is full attention: take a "
+            "smaller --window, or a greater --length"
+        )
+
+
+def _check_files(settings: Settings) -> None:
+    """What the user's own files are for, and that they are there."""
+    files = {"--data": settings.prompts, "--text": settings.text, "--tune-prompts": settings.tune_prompts}
+    for option, given in files.items():
+        for file in given if isinstance(given, tuple) else filter(None, [given]):
+            if not file.exists():
+                raise ConfigError(f"{option} {file} does not exist: name a file that does")
+    for option, idle in {"--tune-data": settings.tune_data, "--tune-prompts": settings.tune_prompts}.items():
+        if idle and not settings.tune_steps:
+            raise ConfigError(f"{option} is trained on by --tune STEPS: give both")
+    if settings.reply_tokens is not None and settings.tune_prompts is None:
+        raise ConfigError("--reply-tokens is the length of replies to --tune-prompts: give both")
+    if settings.tune_prompts is not None and settings.tune_data:
+        raise ConfigError(
+            "--tune-prompts is learned by the original's probabilities, which --tune-data does not have: give one of "
+            "them"
+        )
+
+
 def _check_folder(out: Path) -> None:
     check_local(out, "OUT")
+    there = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise ConfigError(f"OUT {out} cannot be written: {there} is no folder that you may write to")
     ours = (out / FOLDER / MARK).is_file()
     if out.exists() and not ours and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError(f"{out} holds something else: name a new folder, or that of an adaptation to go on with")

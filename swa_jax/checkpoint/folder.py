@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from swa_jax.checkpoint.tensor_names import TensorName, expected_tensors, is_rou
 from swa_jax.errors import CheckpointError, ConfigError
 from swa_jax.families import hf_config as make_hf_config
 from swa_jax.families import model_config
-from swa_jax.families.pattern_files import load_pattern
+from swa_jax.families.pattern_files import choose_pattern, no_window
 from swa_jax.files import (
     check_destination,
     check_local,
@@ -121,6 +122,9 @@ def load_model(
     path: str | Path,
     pattern: AttentionPattern | str | Path | None = None,
     *,
+    window: int | None = None,
+    sink_tokens: int | None = None,
+    full_decode: bool | None = None,
     dtype: jax.typing.DTypeLike | None = None,
     config: ModelConfig | None = None,
     partition: Partition | None = None,
@@ -130,9 +134,11 @@ def load_model(
 
     Args:
       path: a folder written by `swa-jax import`, `save_model` or training.
-      pattern: an AttentionPattern, the path of a pattern JSON, or a recipe, which takes the window of the folder's own
-        pattern, or 2048 if that has none; None: the folder's own. Routers that it asks for and the checkpoint lacks
-        are drawn from `router_seed`.
+      pattern: an AttentionPattern, the path of a pattern JSON, or a recipe; None: the folder's own. Routers that it
+        asks for and the checkpoint lacks are drawn from `router_seed`.
+      window: visible keys of a windowed query, its own included. None: the pattern's; a recipe takes the window of the
+        folder's own pattern, or 2048 if that has none.
+      sink_tokens, full_decode: `num_sink_tokens` and `full_attention_decode`; None: the pattern's.
       dtype: of all parameters but the routers, which are f32; None: the stored one (the widest, if several are stored).
       config: in place of the folder's own, for changes that no weight depends on, such as YaRN.
       partition: lay the parameters out on this mesh; the host holds one of them at a time.
@@ -143,8 +149,10 @@ def load_model(
     """
     source = open_checkpoint(path)
     config = config or source.config
-    own = source.pattern
-    chosen = own if pattern is None else load_pattern(pattern, config, default_window=own.sliding_window)
+    given = {"sliding_window": window, "num_sink_tokens": sink_tokens, "full_attention_decode": full_decode}
+    chosen = choose_pattern(source.pattern, pattern, config, given)
+    if chosen not in (source.pattern, pattern) and (note := no_window(chosen, config)):
+        warnings.warn(f"{note}: give a smaller window=", skip_file_prefixes=(str(Path(__file__).parents[1]),))
     routed = SWITCH in chosen.layer_types
     kind = source.dtype if dtype is None else jnp.dtype(dtype)
     skeleton = nnx.eval_shape(lambda: Decoder(config, chosen, dtype=kind, rngs=nnx.Rngs(0)))

@@ -44,6 +44,7 @@ def import_model(
     *,
     pattern: AttentionPattern | str | Path | None = None,
     describe: Callable[[str], Any] = lambda text: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:
     """Turn a Hugging Face model into a checkpoint folder that `swa_jax.load_model` reads.
 
@@ -61,6 +62,7 @@ def import_model(
       pattern: an AttentionPattern, the path of a pattern JSON or a recipe. None: the source's `pattern.json` (which
         our export writes), or else what `config.json` says.
       describe: called with what a user should know of the model, before anything is written.
+      progress: called with the MiB of weights that are written, and all of them.
 
     Returns:
       The destination.
@@ -92,10 +94,29 @@ def import_model(
         plan.tensors,
         plan.read,
         companions=plan.companions,
-        check=plan.check,
+        check=_counted(plan.check, size, progress),
         identity=plan.identity,
     )
     return destination
+
+
+def _counted(
+    check: Callable[[str, np.ndarray], None], size: int, progress: Callable[[int, int], None]
+) -> Callable[[str, np.ndarray], None]:
+    """The check of each part of the weights, which are `size` bytes in all, and then a word on how far they are."""
+    done = 0
+
+    def run(name: str, part: np.ndarray) -> None:
+        nonlocal done
+        check(name, part)
+        done += part.nbytes
+        progress(done >> 20, size >> 20)
+
+    return run
+
+
+def _sizes(folder: Path) -> list[int]:
+    return [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
 
 
 class SourceRows(NamedTuple):

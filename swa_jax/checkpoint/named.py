@@ -28,12 +28,15 @@ from swa_jax.checkpoint.folder import CONFIG_FILE, WEIGHTS, content_sum, open_ch
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.import_plan import VERSION
 from swa_jax.checkpoint.sources import GGUF, GGUF_PART, HUB_ID, cached_snapshot
+from swa_jax.data import tokenizer
+from swa_jax.data.tokenizer import Tokenizer
 from swa_jax.errors import CheckpointError
 from swa_jax.files import cache_folder, check_local, read_json, sum_of, sum_of_file, sum_of_json
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition
+from swa_jax.report.progress import Progress
 
 BUNDLED = ("chains", "recall")
 NAMES = (
@@ -47,6 +50,9 @@ def load_model(
     name: str | Path,
     pattern: AttentionPattern | str | Path | None = None,
     *,
+    window: int | None = None,
+    sink_tokens: int | None = None,
+    full_decode: bool | None = None,
     dtype: jax.typing.DTypeLike | None = None,
     config: ModelConfig | None = None,
     partition: Partition | None = None,
@@ -54,15 +60,41 @@ def load_model(
     """The model that is named in any of the ways above.
 
     Args:
-      pattern: an AttentionPattern, the path of a pattern JSON, or a recipe, which takes the window of the model's own
-        pattern, or 2048 if that has none; None: its own.
+      pattern: an AttentionPattern, the path of a pattern JSON, or a recipe; None: the model's own.
+      window: visible keys of a windowed query, its own included. None: the pattern's; a recipe takes the window of the
+        model's own pattern, or 2048 if that has none.
+      sink_tokens: first tokens that stay visible beside the window. None: the pattern's.
+      full_decode: whether the tokens of an answer see everything. None: as the pattern says.
       dtype: of all parameters but the routers, which are f32; None: the stored one.
       config: in place of the model's own, for changes that no weight depends on, such as YaRN.
       partition: lay the parameters out on this mesh.
 
     Raises as `model_folder` and `folder.load_model`.
     """
-    return folder.load_model(model_folder(name), pattern, dtype=dtype, config=config, partition=partition)
+    return folder.load_model(
+        model_folder(name),
+        pattern,
+        window=window,
+        sink_tokens=sink_tokens,
+        full_decode=full_decode,
+        dtype=dtype,
+        config=config,
+        partition=partition,
+    )
+
+
+def load_tokenizer(name: str | Path) -> Tokenizer:
+    """The tokenizer of a model that is named in any of the ways above, or of a `tokenizer.json`.
+
+    Raises `ConfigError` where there is none.
+    """
+    return tokenizer.load_tokenizer(tokenizer_folder(name))
+
+
+def tokenizer_folder(name: str | Path) -> Path:
+    """Where the tokenizer lies of what `load_tokenizer` takes: a folder, or the file itself."""
+    path = Path(name).expanduser()
+    return path if path.exists() and path.suffix.lower() != GGUF else model_folder(name)
 
 
 def model_folder(name: str | Path, describe: Callable[[str], Any] | None = None) -> Path:
@@ -153,7 +185,8 @@ def _import(
     describe: Callable[[str], Any],
 ) -> Path:
     if base is None:
-        return import_model(source, destination, pattern=pattern, describe=describe)
+        with Progress("MiB imported", at_once=False) as progress:
+            return import_model(source, destination, pattern=pattern, describe=describe, progress=progress.update)
     return merge_adapter(Path(source), open_checkpoint(base), destination, pattern=pattern, describe=describe)
 
 

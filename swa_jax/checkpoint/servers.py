@@ -185,7 +185,7 @@ TARGETS = ("transformers", *SERVERS)
 def check_target(server: str | None) -> None:
     """Raise `ConfigError` for a name that is none of TARGETS."""
     if server is not None and server not in TARGETS:
-        raise ConfigError(f"--for is '{server}'{nearest(server, TARGETS)}; known: {', '.join(TARGETS)}")
+        raise ConfigError(f"--for is '{server}'{nearest(server, TARGETS)}")
 
 
 def served_config(server: str, hf: Mapping[str, Any], pattern: AttentionPattern, *, as_full: bool = False) -> Served:

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 from typer import Argument, Option
 
 from swa_jax.cli.groups import Options, expand
 from swa_jax.cli.options import (
-    OUTPUT,
-    PATTERN,
-    PROMPTS,
-    RUNNING,
     BatchSize,
     ComputeDtype,
+    Json,
     Model,
     Seed,
     SinkTokens,
     Window,
     check_output,
     find_model,
+    in_output,
+    in_pattern,
+    in_prompts,
+    in_running,
     load_checkpoint,
+    note_context,
+    print_json,
 )
 from swa_jax.errors import ConfigError
 
@@ -50,7 +53,7 @@ def cycles(
         list[str] | None, Option("--set", metavar="NAME=VALUE", help="Such as T=8192 or window=2048, repeatable.")
     ] = None,
     ops: Annotated[int, Option(help="Ops to list below each total.", min=0)] = 4,
-    as_json: Annotated[bool, Option("--json", help="Print JSON, with every op, instead of a table.")] = False,
+    as_json: Json = False,
     write: Annotated[
         Path | None, Option(help="Add the kernels' cycles to this table, such as pallas_kernels/kernel_cycles.json.")
     ] = None,
@@ -61,6 +64,7 @@ def cycles(
     from swa_jax.bench.cycles import check, measure, read_settings
     from swa_jax.report import table_console
     from swa_jax.report.bench_tables import HOW_TO_READ_CYCLES, cycles_table
+    from swa_jax.report.progress import counted
 
     settings = read_settings(set_ or [])
     functions, chips = names or list(FUNCTIONS), chip or ["v6e"]
@@ -72,16 +76,16 @@ def cycles(
     if not as_json:
         for line in HOW_TO_READ_CYCLES:
             console.print(line, highlight=False)
-    for name in functions:
-        for target in chips:
-            with Console(stderr=True).status(f"compiling {name} for {target}"):
-                measured.append(measure(name, target, settings))
+    with counted("kernels compiled", len(functions) * len(chips), at_once=False) as advance:
+        for name, target in itertools.product(functions, chips):
+            measured.append(measure(name, target, settings))
+            advance(1)
             if write is not None and (missing := write_row(write, measured[-1])) is not None:
                 typer.echo(missing, err=True)
             if not as_json:
                 console.print(cycles_table(measured[-1].to_dict(), ops))
     if as_json:
-        typer.echo(json.dumps([measurement.to_dict() for measurement in measured], indent=2))
+        print_json([measurement.to_dict() for measurement in measured])
 
 
 SHAPES, DOING = "Shapes", "What to do"
@@ -93,20 +97,12 @@ class Shapes(Options):
 
     passes: Annotated[
         list[str] | None,
-        Option(
-            "--pass",
-            help="forward, forward+backward or decode, repeatable. Default: all.",
-            show_default=False,
-            rich_help_panel=SHAPES,
-        ),
+        Option("--pass", help="forward, forward+backward or decode, repeatable. Default: all.", rich_help_panel=SHAPES),
     ] = None
     length: Annotated[
         list[int] | None,
         Option(
-            help="Tokens, repeatable. Default: 4096 to 131072; on a CPU 512 and 1024.",
-            min=1,
-            show_default=False,
-            rich_help_panel=SHAPES,
+            help="Tokens, repeatable. Default: 4096 to 131072; on a CPU 512 and 1024.", min=1, rich_help_panel=SHAPES
         ),
     ] = None
     window: Annotated[
@@ -114,7 +110,6 @@ class Shapes(Options):
         Option(
             help="Visible keys of a query, repeatable; 0 is full. Default: 1024, 2048, 0; on a CPU 128, 0.",
             min=0,
-            show_default=False,
             rich_help_panel=SHAPES,
         ),
     ] = None
@@ -132,7 +127,6 @@ class Shapes(Options):
         Option(
             help="Tokens of a document. Rows are packed and have segment ids, as in training. Default: no segment ids.",
             min=1,
-            show_default=False,
             rich_help_panel=SHAPES,
         ),
     ] = None
@@ -192,10 +186,8 @@ def attention(
         bool,
         Option("--dry-run", help="List what would run, with the kernels. Nothing is compiled.", rich_help_panel=DOING),
     ] = False,
-    out: Annotated[
-        Path | None, Option(help="Also write the results to this JSON file.", rich_help_panel=OUTPUT)
-    ] = None,
-    as_json: Annotated[bool, Option("--json", help="Print JSON instead of tables.", rich_help_panel=OUTPUT)] = False,
+    out: Annotated[Path | None, in_output(help="Also write the results to this JSON file.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Time attention on this machine beside whatever peers are installed, as ratios from one run.
 
@@ -207,6 +199,7 @@ def attention(
     from pallas_kernels.dispatch import describe, plan
     from swa_jax.bench.attention import candidates
     from swa_jax.files import write_json
+    from swa_jax.report.progress import counted
 
     if out is not None:
         check_output("--out", out)
@@ -221,12 +214,16 @@ def attention(
         return
     device = jax.devices()[0].device_kind
     results: list[dict[str, Any]] = []
-    for case in cases:
-        with Console(stderr=True).status(str(case)):
-            results += _search(case, rounds, write) if search else [_compare(case, rounds, device, not as_json)]
+    with counted("calls timed", len(cases), at_once=False) as advance:
+        for case in cases:
+            if search:
+                results += _search(case, rounds, write, not as_json)
+            else:
+                results.append(_compare(case, rounds, device, not as_json))
+            advance(1)
     report = {"device": device, "jax": jax.__version__, "rounds": rounds, "results": results}
     if as_json:
-        typer.echo(json.dumps(report, indent=2))
+        print_json(report)
     if out is not None:
         write_json(out, report)
 
@@ -234,8 +231,8 @@ def attention(
 app.command()(expand(attention))
 
 
-def _search(case: Case, rounds: int, table: Path | None) -> list[dict[str, Any]]:
-    """The best tile sizes, printed as JSON lines, and added to the table if there is one."""
+def _search(case: Case, rounds: int, table: Path | None, show: bool) -> list[dict[str, Any]]:
+    """The best tile sizes, added to the table if there is one; with `show`, printed as JSON lines."""
     import jax
 
     from swa_jax.bench.search import search, write_rows
@@ -243,7 +240,7 @@ def _search(case: Case, rounds: int, table: Path | None) -> list[dict[str, Any]]
     rows = [row for row, _ in search(case, rounds)]
     if table is not None:
         write_rows(table, jax.default_backend(), rows)
-    for row in rows:
+    for row in rows if show else ():
         typer.echo(json.dumps(row))
     return rows
 
@@ -271,21 +268,16 @@ def generation(
     sink_tokens: SinkTokens = None,
     ratio: Annotated[
         list[float] | None,
-        Option(
-            help="Share of windowed KV heads, repeatable. Default: 0, 0.25, 0.5, 0.75 and 1.",
-            show_default=False,
-            rich_help_panel=PATTERN,
-        ),
+        in_pattern(help="Share of windowed KV heads, repeatable. Default: 0, 0.25, 0.5, 0.75 and 1."),
     ] = None,
-    length: Annotated[int, Option(help="Tokens of a prompt.", min=1, rich_help_panel=PROMPTS)] = 4096,
-    new_tokens: Annotated[int, Option(help="Tokens that are then written.", min=2, rich_help_panel=PROMPTS)] = 64,
+    length: Annotated[int, in_prompts(help="Tokens of a prompt.", min=1)] = 4096,
+    new_tokens: Annotated[int, in_prompts(help="Tokens that are then written.", min=2)] = 64,
     batch_size: BatchSize = 4,
-    rounds: Annotated[int, Option(help="Each times every ratio once, in turn.", min=1, rich_help_panel=RUNNING)] = 5,
+    rounds: Annotated[int, in_running(help="Each times every ratio once, in turn.", min=1)] = 5,
     dtype: ComputeDtype = None,
     seed: Seed = 0,
-    out: Annotated[
-        Path | None, Option(help="Also write the results to this JSON file.", rich_help_panel=OUTPUT)
-    ] = None,
+    out: Annotated[Path | None, in_output(help="Also write the results to this JSON file.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Cache memory, prefill and decode speed of this model on this machine, by the share of windowed KV heads.
 
@@ -310,6 +302,7 @@ def generation(
     window = decoder.pattern.sliding_window if window is None else window
     if window is None:
         raise ConfigError("--window is missing: give it, as the model's own pattern has none")
+    note_context(decoder.config, length + new_tokens)
     settings = {
         "sliding_window": window,
         "num_sink_tokens": decoder.pattern.num_sink_tokens if sink_tokens is None else sink_tokens,
@@ -323,8 +316,11 @@ def generation(
         rows = measure(decoder, ratios, **settings, progress=progress.update)
     device = jax.devices()[0].device_kind
     title = f"{batch_size} prompts of {length} tokens, {new_tokens} new, window {window}, on {device}"
-    table_console().print(generation_table(rows, title))
+    report = {"model": str(model), "device": device, "jax": jax.__version__} | settings | {"rows": rows}
+    if as_json:
+        print_json(report)
+    else:
+        table_console().print(generation_table(rows, title))
     if out is not None:
-        report = {"model": str(model), "device": device, "jax": jax.__version__} | settings | {"rows": rows}
         write_json(out, report)
-        typer.echo(f"written to {out}")
+        typer.echo(f"written to {out}", err=as_json)

@@ -7,12 +7,9 @@ import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer import Option
 
 from swa_jax.cli.generate_options import Chunk, MaxNewTokens, Pattern, Temperature, TopK, TopP
 from swa_jax.cli.options import (
-    PROMPTS,
-    RUNNING,
     ComputeDtype,
     FullDecode,
     Model,
@@ -22,6 +19,8 @@ from swa_jax.cli.options import (
     Window,
     Yarn,
     find_model,
+    in_prompts,
+    in_running,
     load_checkpoint,
     note_context,
     with_patterns,
@@ -37,11 +36,8 @@ HELP = "/new starts a new conversation, /exit or Ctrl-D ends it, Ctrl-C ends a r
 
 def chat(
     model: Model,
-    system: Annotated[
-        str | None,
-        Option(help="What the model is told before the first message.", show_default=False, rich_help_panel=PROMPTS),
-    ] = None,
-    length: Annotated[int, Option(help="Tokens that a conversation may have.", min=2, rich_help_panel=RUNNING)] = 4096,
+    system: Annotated[str | None, in_prompts(help="What the model is told before the first message.")] = None,
+    length: Annotated[int, in_running(help="Tokens that a conversation may have.", min=2)] = 4096,
     pattern: Pattern = None,
     window: Window = None,
     sink_tokens: SinkTokens = None,

@@ -13,7 +13,7 @@ import typer
 from typer import Argument, Option
 
 from swa_jax.cli.groups import Options
-from swa_jax.cli.options import OUTPUT, check_output
+from swa_jax.cli.options import Json, check_output, in_output, print_json
 from swa_jax.errors import ConfigError
 from swa_jax.settings import load_config
 
@@ -37,17 +37,13 @@ class SearchOptions(Options):
         ),
     ] = False
     tries: Annotated[
-        int | None,
-        Option(
-            help="Settings to compile, minutes each. Default: 6.", min=1, show_default=False, rich_help_panel=SEARCH
-        ),
+        int | None, Option(help="Settings to compile, minutes each. Default: 6.", min=1, rich_help_panel=SEARCH)
     ] = None
     options: Annotated[
         int | None,
         Option(
             help="Sets of options of XLA to compile the best settings with. Default: 5, which are all.",
             min=0,
-            show_default=False,
             rich_help_panel=SEARCH,
         ),
     ] = None
@@ -83,11 +79,7 @@ def compile_(
     length: Annotated[
         int | None,
         Option(
-            "--length",
-            help="Tokens of a prompt. Default: the stage's sequence_length.",
-            min=1,
-            show_default=False,
-            rich_help_panel=STEP,
+            "--length", help="Tokens of a prompt. Default: the stage's sequence_length.", min=1, rich_help_panel=STEP
         ),
     ] = None,
     new_tokens: Annotated[
@@ -97,12 +89,12 @@ def compile_(
     searching: SearchOptions,
     out: Annotated[
         Path | None,
-        Option(
+        in_output(
             help="Also write the plan to this JSON file. A search writes each result as it comes; the same command "
-            "goes on after an interruption.",
-            rich_help_panel=OUTPUT,
+            "goes on after an interruption."
         ),
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Plan a run without a pod: does it fit a TPU slice, what does it send, how long might a step take?"""
     if not topology:
@@ -118,28 +110,32 @@ def compile_(
     from swa_jax.train.config import TrainConfig
 
     if searching.search:
-        _search(config, overrides or [], topology, stage, searching, out)
+        _search(config, overrides or [], topology, stage, searching, out, as_json)
         return
     if out is not None:
         check_output("--out", out)
     settings = load_config(TrainConfig, config, overrides or [])
     if step == "generate":
-        report = _generate(settings, topology, stage, batch_size, length, new_tokens)
+        report, text = _generate(settings, topology, stage, batch_size, length, new_tokens)
     else:
         report = plan(settings, topology, step=step, stage=stage, batch_size=batch_size, length=length)
-        typer.echo(describe(report))
+        text = describe(report)
     report = {"config": str(config), "overrides": overrides or []} | report
+    if as_json:
+        print_json(report)
+    else:
+        typer.echo(text)
     if out is not None:
         write_json(out, report)
-        typer.echo(f"written to {out}")
+        typer.echo(f"written to {out}", err=as_json)
     if not report["serving" if step == "generate" else "memory"]["fits"]:
         raise typer.Exit(1)
 
 
 def _generate(
     settings: TrainConfig, topology: str, stage: int, batch_size: int, length: int | None, new_tokens: int
-) -> dict[str, Any]:
-    """The plans of both steps, printed, and what they come to."""
+) -> tuple[dict[str, Any], str]:
+    """The plans of both steps with what they come to, and all of it as text."""
     from swa_jax.plan.plan import check_stage, plan
     from swa_jax.plan.serving import describe_serving, serving
     from swa_jax.plan.text import describe
@@ -150,14 +146,19 @@ def _generate(
     reports = {}
     for step in ("prefill", "decode"):
         reports[step] = plan(settings, topology, step=step, stage=stage, batch_size=batch_size, length=sizes[step])
-        typer.echo(describe(reports[step]) + "\n")
     found = serving(reports["prefill"], reports["decode"], new_tokens)
-    typer.echo(describe_serving(found, new_tokens))
-    return {"new_tokens": new_tokens, "serving": found} | reports
+    text = "\n\n".join([*map(describe, reports.values()), describe_serving(found, new_tokens)])
+    return {"new_tokens": new_tokens, "serving": found} | reports, text
 
 
 def _search(
-    config: Path, overrides: list[str], topology: str, stage: int, searching: SearchOptions, out: Path | None
+    config: Path,
+    overrides: list[str],
+    topology: str,
+    stage: int,
+    searching: SearchOptions,
+    out: Path | None,
+    as_json: bool,
 ) -> None:
     """Settings tried one after another; the table, and the best as overrides."""
     from swa_jax.plan.search import TRIES, XLA_OPTIONS, SearchFile, Tried, key_of, search, to_json, workload
@@ -194,10 +195,14 @@ def _search(
     except KeyboardInterrupt:
         where = f"the results so far are in {out}: the same command goes on from them" if out else "nothing is kept"
         raise ConfigError(f"interrupted; {where}") from None
-    typer.echo(describe_search(found, settings, stage, topology))
+    report = to_json(found, settings, stage)
+    if as_json:
+        print_json(report)
+    else:
+        typer.echo(describe_search(found, settings, stage, topology))
     if results is not None:
-        results.finish(to_json(found, settings, stage))
-        typer.echo(f"written to {out}")
+        results.finish(report)
+        typer.echo(f"written to {out}", err=as_json)
     if found.best is None:
         raise typer.Exit(1)
 

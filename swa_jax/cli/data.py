@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 from typer import Argument, Option
 
-if TYPE_CHECKING:
-    from swa_jax.data.sources import SourceConfig
-    from swa_jax.data.tokenizer import Tokenizer
+from swa_jax.cli.options import Json, print_json
 
 app = typer.Typer(no_args_is_help=True, help="Tokenise training data ahead, and look at it.")
 
@@ -23,7 +19,7 @@ def tokenize(
     sources: Annotated[
         list[str], Argument(metavar="SRC...", help="Files (text, JSONL, Parquet, ArrayRecord), folders or globs.")
     ],
-    tokenizer: Annotated[Path, Option(help="tokenizer.json, or a folder that has one.")],
+    tokenizer: Annotated[str, Option(help="tokenizer.json, or a model by any of its names.")],
     out: Annotated[Path, Option(help="Folder of the tokens; run again to go on after an interruption.")],
     field: Annotated[str, Option(help="The field of a record that has the text.")] = "text",
     kind: Annotated[Literal["text", "huggingface"], Option(help="huggingface: SRC are folders of data sets.")] = "text",
@@ -31,18 +27,14 @@ def tokenize(
     shard_tokens: Annotated[int, Option(help="Tokens at which a shard ends.", min=1)] = 1 << 27,
 ) -> None:
     """Tokenise documents once, for training with a source of kind `tokens`."""
+    from swa_jax.checkpoint.named import tokenizer_folder
     from swa_jax.data.sources import SourceConfig
     from swa_jax.data.tokenize import tokenize as run
+    from swa_jax.report.progress import Progress
 
     source = SourceConfig(kind, tuple(sources), text_field=field, split=split)
-    with Console(stderr=True).status("tokenising") as status:
-        made = run(
-            source,
-            tokenizer,
-            out,
-            shard_tokens=shard_tokens,
-            progress=lambda file, tokens: status.update(f"{file}: {tokens:,} tokens so far"),
-        )
+    with Progress("files tokenised", at_once=False) as progress:
+        made = run(source, tokenizer_folder(tokenizer), out, shard_tokens=shard_tokens, progress=progress.update)
     typer.echo(f"{out}: {made['tokens']:,} tokens, {made['documents']:,} documents, {len(made['shards'])} shards")
     if made["left_out"]:
         typer.echo(f"{made['left_out']:,} empty documents left out")
@@ -56,46 +48,52 @@ def inspect(
     ] = None,
     rows: Annotated[int, Option(help="First rows to print as text.", min=0)] = 2,
     length: Annotated[int, Option(help="Tokens a row, for a folder of tokens.", min=1)] = 512,
+    as_json: Json = False,
 ) -> None:
     """Print sources, tokens, shares, padding and the first rows. A folder's every byte is verified."""
     from swa_jax.data.sources import SourceConfig
+    from swa_jax.data.summary import first_rows, summarize
     from swa_jax.data.tokenizer import load_tokenizer
     from swa_jax.errors import ConfigError
+    from swa_jax.report import table_console
+    from swa_jax.report.bench_tables import source_table
     from swa_jax.settings import load_config
 
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist: name a training configuration, or a folder of tokens")
     if path.is_dir():
         from swa_jax.data.stored import read_manifest, verify
+        from swa_jax.report.progress import Progress
 
         if overrides:
             raise ConfigError(f"{path} is a folder of tokens, which has no settings such as '{overrides[0]}'")
-        with Console(stderr=True).status("verifying") as status:
-            verify(path, lambda done, total: status.update(f"verified {done:,} of {total:,} bytes"))
+        with Progress("bytes verified", at_once=False) as progress:
+            verify(path, progress.update)
         source = SourceConfig("tokens", (str(path),))
         length = min(length, read_manifest(path)["tokens"])
-        _print((source,), load_tokenizer(path), length, 0, rows, f"rows of {length} tokens")
-        typer.echo(f"{path}: every shard is as it was written")
-        return
-    from swa_jax.train.loop import TrainConfig
+        typer.echo(f"{path}: every shard is as it was written", err=as_json)
+        tables: list[tuple[str, tuple[SourceConfig, ...], int, int]]
+        tables = [(f"rows of {length} tokens", (source,), length, 0)]
+        tokenizer = load_tokenizer(path)
+    else:
+        from swa_jax.train.config import TrainConfig
 
-    config = load_config(TrainConfig, path, overrides or [])
-    tokenizer = load_tokenizer(config.tokenizer)
-    for number, stage in enumerate(config.stages):
-        tokens = stage.steps * stage.batch_size * stage.sequence_length
-        shape = f"{stage.batch_size} x {stage.sequence_length}"
-        title = f"stage {number}: {stage.steps:,} steps of {shape}, {tokens:,} tokens"
-        # The seed that train gives this stage, so that the rows are those of its first step.
-        _print(stage.data, tokenizer, stage.sequence_length, config.seed + 1000 * number, rows, title)
-
-
-def _print(
-    sources: Sequence[SourceConfig], tokenizer: Tokenizer, length: int, seed: int, rows: int, title: str
-) -> None:
-    from swa_jax.data.summary import first_rows, summarize
-    from swa_jax.report import table_console
-    from swa_jax.report.bench_tables import source_table
-
-    summaries = summarize(sources, tokenizer, length=length, seed=seed)
-    rows_of_table = [dataclasses.asdict(summary) for summary in summaries]
-    table_console().print(source_table(rows_of_table, title), highlight=False)
-    for line in first_rows(sources, tokenizer, length=length, seed=seed, rows=rows) if rows else ():
-        typer.echo(line)
+        config = load_config(TrainConfig, path, overrides or [])
+        tokenizer = load_tokenizer(config.tokenizer)
+        tables = []
+        for number, stage in enumerate(config.stages):
+            tokens = stage.steps * stage.batch_size * stage.sequence_length
+            shape = f"{stage.batch_size} x {stage.sequence_length}"
+            title = f"stage {number}: {stage.steps:,} steps of {shape}, {tokens:,} tokens"
+            # The seed that train gives this stage, so that the rows are those of its first step.
+            tables.append((title, stage.data, stage.sequence_length, config.seed + 1000 * number))
+    found = []
+    for title, sources, length, seed in tables:
+        summaries = [dataclasses.asdict(one) for one in summarize(sources, tokenizer, length=length, seed=seed)]
+        lines = list(first_rows(sources, tokenizer, length=length, seed=seed, rows=rows)) if rows else []
+        found.append({"title": title, "sources": summaries, "rows": lines})
+        if not as_json:
+            table_console().print(source_table(summaries, title), highlight=False)
+            typer.echo("".join(f"{line}\n" for line in lines), nl=False)
+    if as_json:
+        print_json(found)

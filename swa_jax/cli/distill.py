@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer import Option
 
 from swa_jax.cli.generate_options import (
     Chunk,
@@ -22,14 +21,14 @@ from swa_jax.cli.generate_options import (
     WithTemplate,
 )
 from swa_jax.cli.options import (
-    OUTPUT,
-    PROMPTS,
-    RUNNING,
     ComputeDtype,
     Model,
     Seed,
     check_output,
     find_model,
+    in_output,
+    in_prompts,
+    in_running,
     load_checkpoint,
     note_context,
     parse_mesh,
@@ -38,39 +37,23 @@ from swa_jax.cli.options import (
 PREFIXES = 4  # prompts whose caches are remembered: samples of one prompt follow each other
 
 PromptFile = Annotated[
-    Path,
-    Option(
-        help="A file of prompts, as of generate --prompts, with the fields that the filter needs.",
-        rich_help_panel=PROMPTS,
-    ),
+    Path, in_prompts(help="A file of prompts, as of generate --prompts, with the fields that the filter needs.")
 ]
-Out = Annotated[
-    Path,
-    Option(help="A new file for the data. The same command goes on after an interruption.", rich_help_panel=OUTPUT),
-]
+Out = Annotated[Path, in_output(help="A new file for the data. The same command goes on after an interruption.")]
 Keep = Annotated[
     str,
-    Option(
+    in_output(
         "--filter",
         help="What keeps a reply: none, exact (it is the answer), contains (the answer is in it), judge:JUDGE (as of "
         "evaluate questions) or program:COMMAND (by status 0).",
-        rich_help_panel=OUTPUT,
     ),
 ]
-AnswerField = Annotated[str, Option(help="The field of a prompt's line with the right answer.", rich_help_panel=OUTPUT)]
-KeepCut = Annotated[
-    bool, Option("--keep-cut", help="Keep replies that --max-new-tokens cuts off.", rich_help_panel=OUTPUT)
-]
+AnswerField = Annotated[str, in_output(help="The field of a prompt's line with the right answer.")]
+KeepCut = Annotated[bool, in_output("--keep-cut", help="Keep replies that --max-new-tokens cuts off.")]
 TopLogprobs = Annotated[
-    int,
-    Option(
-        help="Store log-probabilities of the K likeliest tokens, for training by KL.",
-        metavar="K",
-        min=0,
-        rich_help_panel=OUTPUT,
-    ),
+    int, in_output(help="Store log-probabilities of the K likeliest tokens, for training by KL.", metavar="K", min=0)
 ]
-ShareText = Annotated[str, Option(help="K/N: take the K-th of N shares of the prompts.", rich_help_panel=RUNNING)]
+ShareText = Annotated[str, in_running(help="K/N: take the K-th of N shares of the prompts.")]
 
 
 def distill(

@@ -2,49 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option
 
-from swa_jax.cli.options import OUTPUT, PATTERN, PROMPTS, RUNNING
+from swa_jax.cli.options import CHAT, in_output, in_pattern, in_prompts, in_running
 
-SAMPLING, CHAT = "Sampling", "Chat"
+in_sampling = functools.partial(Option, rich_help_panel="Sampling")
 
-Pattern = Annotated[
-    str | None,
-    Option(
-        help="A recipe or a pattern JSON. Default: the checkpoint's own.", show_default=False, rich_help_panel=PATTERN
-    ),
-]
-MaxNewTokens = Annotated[int, Option(help="Tokens to write at most.", min=1, rich_help_panel=SAMPLING)]
-Temperature = Annotated[float, Option(help="0 takes the likeliest token.", min=0, rich_help_panel=SAMPLING)]
-TopK = Annotated[int | None, Option(help="Sample among the K likeliest tokens.", min=1, rich_help_panel=SAMPLING)]
-TopP = Annotated[
-    float | None, Option(help="Sample among the likeliest tokens that make up P.", rich_help_panel=SAMPLING)
-]
+Pattern = Annotated[str | None, in_pattern(help="A recipe or a pattern JSON. Default: the checkpoint's own.")]
+MaxNewTokens = Annotated[int, in_sampling(help="Tokens to write at most.", min=1)]
+Temperature = Annotated[float, in_sampling(help="0 takes the likeliest token.", min=0)]
+TopK = Annotated[int | None, in_sampling(help="Sample among the K likeliest tokens.", min=1)]
+TopP = Annotated[float | None, in_sampling(help="Sample among the likeliest tokens that make up P.")]
 Stop = Annotated[
     list[str] | None,
-    Option(
-        help="A text that ends a reply and is not part of it; may be given several times.",
-        show_default=False,
-        rich_help_panel=SAMPLING,
-    ),
+    in_sampling(help="A text that ends a reply and is not part of it; may be given several times.", show_default=False),
 ]
-Chunk = Annotated[int, Option(help="Prompt tokens computed at once.", min=1, rich_help_panel=RUNNING)]
-PromptText = Annotated[
-    str | None, Argument(help="The text to continue; - reads it from standard input.", show_default=False)
-]
+Chunk = Annotated[int, in_running(help="Prompt tokens computed at once.", min=1)]
+PromptText = Annotated[str | None, Argument(help="The text to continue; - reads it from standard input.")]
 PromptFile = Annotated[
     Path | None,
-    Option(
+    in_prompts(
         help='A file of prompts: .txt has one a line; else each line is a JSON text, {"prompt": text} or '
         '{"messages": [...]}.',
         show_default=False,
-        rich_help_panel=PROMPTS,
     ),
 ]
-Samples = Annotated[int, Option("--samples", "-n", help="Replies to each prompt.", min=1, rich_help_panel=PROMPTS)]
+Samples = Annotated[int, in_prompts("--samples", "-n", help="Replies to each prompt.", min=1)]
 WithTemplate = Annotated[
     bool, Option("--chat", help="Put each prompt into the model's chat template.", rich_help_panel=CHAT)
 ]
@@ -53,22 +40,16 @@ Thinking = Annotated[
     Option(
         "--thinking/--no-thinking",
         help="Whether the model thinks first, if its chat template can switch that.",
-        show_default=False,
         rich_help_panel=CHAT,
     ),
 ]
 ReplyPath = Annotated[
     Path | None,
-    Option(
+    in_output(
         help="A new file for the replies, one JSON object a line. The same command goes on after an interruption.",
         show_default=False,
-        rich_help_panel=OUTPUT,
     ),
 ]
-Slots = Annotated[int, Option(help="Replies that are written at once.", min=1, rich_help_panel=RUNNING)]
-Prefixes = Annotated[
-    int, Option(help="Prompts whose caches are remembered for others that begin alike.", min=0, rich_help_panel=RUNNING)
-]
-Mesh = Annotated[
-    str | None, Option(help="Split the model over the devices: tensor=8.", show_default=False, rich_help_panel=RUNNING)
-]
+Slots = Annotated[int, in_running(help="Replies that are written at once.", min=1)]
+Prefixes = Annotated[int, in_running(help="Prompts whose caches are remembered for others that begin alike.", min=0)]
+Mesh = Annotated[str | None, in_running(help="Split the model over the devices: tensor=8.")]

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import glob
-import importlib.metadata
-import importlib.util
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +10,7 @@ import typer
 from rich.console import Console
 from typer import Argument, Option
 
+import swa_jax
 from swa_jax.cli.adapt import adapt
 from swa_jax.cli.bench import app as bench_app
 from swa_jax.cli.chat import chat
@@ -30,12 +27,28 @@ from swa_jax.cli.options import Model, Overrides, Window, find_model, resolve_pa
 from swa_jax.cli.pattern import app as pattern_app
 from swa_jax.cli.select import app as select_app
 from swa_jax.cli.train import train
+from swa_jax.cli.usage import UsageError, usage_sentence, without_types_of_flags
 from swa_jax.errors import ConfigError, sentence
 from swa_jax.files import check_local
 
 
 class Verbs(typer.core.TyperGroup):
     """Verbs whose expected errors are one red sentence and a status (2 by default); all others keep their traceback."""
+
+    def __init__(self, **attributes: Any):
+        super().__init__(**attributes)
+        without_types_of_flags(self)
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        try:
+            status = super().main(*args, **options | {"standalone_mode": False})
+        except UsageError as error:
+            status = error.exit_code
+            if message := usage_sentence(error):
+                _complain(message)
+        except typer.Abort:  # the end of the input, where something was asked
+            status = 1
+        sys.exit(status)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -48,11 +61,15 @@ class Verbs(typer.core.TyperGroup):
             message = sentence(error)
             if message is None:
                 raise
-            Console(stderr=True).print(message, style="red", markup=False, highlight=False, soft_wrap=True)
+            _complain(message)
             raise typer.Exit(getattr(error, "status", 2)) from None
         except KeyboardInterrupt:
             typer.echo("interrupted: what keeps its progress goes on when the same command is started again", err=True)
             raise typer.Exit(130) from None
+
+
+def _complain(message: str) -> None:
+    Console(stderr=True).print(message, style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 app = typer.Typer(cls=Verbs, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
@@ -63,26 +80,13 @@ app.add_typer(data_app, name="data")
 app.add_typer(evaluate_app, name="evaluate")
 
 
-# Where Linux shows TPUs and GPUs.
-_ACCELERATORS = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*", "/dev/kfd")
-
-
 def main() -> None:
-    # libtpu may be there to compile only; looking for a TPU in vain, it would fill the terminal with errors.
-    compiles_only = importlib.util.find_spec("libtpu") and not any(map(glob.glob, _ACCELERATORS))
-    if compiles_only and "JAX_PLATFORMS" not in os.environ:
-        os.environ["JAX_PLATFORMS"] = "cpu"
-        if "jax" in sys.modules:
-            sys.modules["jax"].config.update("jax_platforms", "cpu")
     app()
 
 
 def _version(asked: bool) -> None:
     if asked:
-        try:
-            typer.echo(f"swa-jax {importlib.metadata.version('swa-jax')}")
-        except importlib.metadata.PackageNotFoundError:
-            typer.echo("swa-jax, run from its sources without an installation")
+        typer.echo(f"swa-jax {swa_jax.__version__}")
         raise typer.Exit
 
 
@@ -194,7 +198,3 @@ app.command()(expand(compare))
 app.command()(generate)
 app.command()(distill)
 app.command()(chat)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import re
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-import typer
 from typer import Argument, Option, echo
 
 from swa_jax.errors import ConfigError
-from swa_jax.families.pattern_files import is_pattern_file, read_pattern
+from swa_jax.families.pattern_files import choose_pattern, is_pattern_file, no_window, read_pattern
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, SWITCH
 from swa_jax.model.pattern import AttentionPattern
@@ -29,81 +30,39 @@ if TYPE_CHECKING:
 # Panels of `--help`, in which options stand together.
 PATTERN, PROMPTS, RUNNING, OUTPUT = "Pattern", "Prompts", "Running", "Output"
 SERVING, CHAT = "Serving", "Chat"
+in_pattern, in_prompts, in_running, in_output = (
+    functools.partial(Option, rich_help_panel=panel) for panel in (PATTERN, PROMPTS, RUNNING, OUTPUT)
+)
 
 Model = Annotated[
     Path,
     Argument(help="A checkpoint, Hugging Face or PEFT folder, a GGUF file, the id of a Hub model, chains or recall."),
 ]
 Window = Annotated[
-    int | None,
-    Option(
-        "--window",
-        metavar="N",
-        help="Visible keys of a windowed query, its own included.",
-        min=1,
-        rich_help_panel=PATTERN,
-    ),
+    int | None, in_pattern("--window", metavar="N", help="Visible keys of a windowed query, its own included.", min=1)
 ]
 SinkTokens = Annotated[
     int | None,
-    Option(
-        "--sink-tokens",
-        metavar="N",
-        help="First tokens that stay visible beside the window.",
-        min=0,
-        rich_help_panel=PATTERN,
-    ),
+    in_pattern("--sink-tokens", metavar="N", help="First tokens that stay visible beside the window.", min=0),
 ]
 FullDecode = Annotated[
-    bool | None,
-    Option(
-        "--fa-decode/--no-fa-decode",
-        help="Whether the tokens of an answer see everything.",
-        show_default=False,
-        rich_help_panel=PATTERN,
-    ),
+    bool | None, in_pattern("--fa-decode/--no-fa-decode", help="Whether the tokens of an answer see everything.")
 ]
 Yarn = Annotated[
-    float | None,
-    Option(
-        "--yarn",
-        help="Stretch the model's context by this factor with YaRN, for longer prompts.",
-        rich_help_panel=PATTERN,
-    ),
+    float | None, in_pattern("--yarn", help="Stretch the model's context by this factor with YaRN, for longer prompts.")
 ]
-NumKeys = Annotated[
-    int, Option("--keys", metavar="N", help="Needles hidden, one asked for.", min=1, rich_help_panel=PROMPTS)
-]
-Chains = Annotated[
-    str | None,
-    Option(
-        metavar="CHAINS",
-        help="Chains, not needles: hops=1-3,rivals=3,gap=32.",
-        show_default=False,
-        rich_help_panel=PROMPTS,
-    ),
-]
-Length = Annotated[
-    int, Option("--length", metavar="N", help="Tokens, the answer included.", min=1, rich_help_panel=PROMPTS)
-]
+NumKeys = Annotated[int, in_prompts("--keys", metavar="N", help="Needles hidden, one asked for.", min=1)]
+Chains = Annotated[str | None, in_prompts(metavar="CHAINS", help="Chains, not needles: hops=1-3,rivals=3,gap=32.")]
+Length = Annotated[int, in_prompts("--length", metavar="N", help="Tokens, the answer included.", min=1)]
 Chat = Annotated[
-    bool | None,
-    Option(
-        "--chat/--no-chat", help="Ask in the chat template, if there is one.", show_default=False, rich_help_panel=CHAT
-    ),
+    bool | None, Option("--chat/--no-chat", help="Ask in the chat template, if there is one.", rich_help_panel=CHAT)
 ]
 Haystack = Annotated[
     Path | None,
-    Option(
-        "--haystack",
-        help="A text, or a folder of texts, to hide needles in. Default: Python library sources.",
-        show_default=False,
-        rich_help_panel=PROMPTS,
-    ),
+    in_prompts("--haystack", help="A text, or a folder of texts, to hide needles in. Default: Python library sources."),
 ]
-BatchSize = Annotated[
-    int, Option("--batch-size", metavar="N", help="Sequences at a time.", min=1, rich_help_panel=RUNNING)
-]
+Json = Annotated[bool, in_output("--json", help="Print JSON, not tables; all else goes to standard error.")]
+BatchSize = Annotated[int, in_running("--batch-size", metavar="N", help="Sequences at a time.", min=1)]
 Server = Annotated[
     str | None,
     Option(
@@ -136,36 +95,12 @@ PrefillChunk = Annotated[
         rich_help_panel=SERVING,
     ),
 ]
-Seed = Annotated[
-    int, Option("--seed", metavar="N", help="The seed of everything that is drawn.", min=0, rich_help_panel=RUNNING)
-]
+Seed = Annotated[int, in_running("--seed", metavar="N", help="The seed of everything that is drawn.", min=0)]
 Dtype = Literal["float32", "bfloat16"]
 ComputeDtype = Annotated[
     Dtype | None,
-    Option(
-        "--dtype",
-        metavar="DTYPE",
-        help="float32 or bfloat16. Default: as stored. CPUs are faster in float32.",
-        show_default=False,
-        rich_help_panel=RUNNING,
-    ),
+    in_running("--dtype", metavar="DTYPE", help="float32 or bfloat16. Default: as stored. CPUs are faster in float32."),
 ]
-
-
-def old_spellings(renamed: Mapping[str, str]) -> type[typer.core.TyperCommand]:
-    """A command that also takes options by their old spellings, which its help does not show."""
-
-    class Command(typer.core.TyperCommand):
-        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-            new = []
-            for argument in args:
-                name, equals, value = argument.partition("=")
-                if name in renamed:
-                    echo(f"{name} is now called {renamed[name]}", err=True)
-                new.append(f"{renamed.get(name, name)}{equals}{value}")
-            return super().parse_args(ctx, new)
-
-    return Command
 
 
 class Overrides(NamedTuple):
@@ -204,13 +139,20 @@ def resolve_patterns(
         for source, pattern in zip(sources, patterns, strict=True)
         if not is_pattern_file(source) and set(pattern.layer_types) != {FULL}
     ]
-    if taken and overrides.window is None:
+    if isinstance(layers, ModelConfig) and (note := next(filter(None, (no_window(p, layers) for p in patterns)), None)):
+        echo(f"{note}: take a smaller --window", err=True)
+    elif taken and overrides.window is None:
         whose = "the model's own" if own_window is not None else "the default of recipes"
         echo(
             f"{', '.join(taken)}: the window is {own_window or DEFAULT_WINDOW}, {whose}; --window sets another",
             err=True,
         )
     return patterns
+
+
+def print_json(value: Any) -> None:
+    """What `--json` prints."""
+    echo(json.dumps(value, indent=2))
 
 
 def check_output(option: str, file: Path) -> None:
@@ -221,6 +163,8 @@ def check_output(option: str, file: Path) -> None:
     """
     if file.is_dir():
         raise ConfigError(f"{option} is {file}, a folder: name a file in it")
+    if file.parent.is_file():
+        raise ConfigError(f"{option} {file} cannot be written: {file.parent} is a file, name a folder")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=file.parent):
@@ -369,24 +313,13 @@ class PromptKind:
 def with_patterns(model: Decoder, sources: Sequence[str], overrides: Overrides) -> list[tuple[str, Decoder]]:
     """The model under each of these patterns, by name; without one, under its own, which is then called "own"."""
     if not sources:
-        return [("own", _under_own_pattern(model, overrides))]
+        own = choose_pattern(model.pattern, None, model.config, overrides.fields)
+        return [("own", model if own == model.pattern else model.with_pattern(own))]
     patterns = resolve_patterns(sources, model.config, overrides, model.pattern.sliding_window)
     for source, pattern in zip(sources, patterns, strict=True):
         if SWITCH in pattern.layer_types and SWITCH not in model.pattern.layer_types:
             echo(f"the model has no routers for --pattern {source}: they are drawn at random, untrained", err=True)
     return [(name, model.with_pattern(pattern)) for name, pattern in zip(sources, patterns, strict=True)]
-
-
-def _under_own_pattern(model: Decoder, overrides: Overrides) -> Decoder:
-    given = {name: value for name, value in overrides.fields.items() if value is not None}
-    words = {"sliding_window": "--window", "num_sink_tokens": "--sink-tokens", "full_attention_decode": "--fa-decode"}
-    idle = [words[name] for name, value in given.items() if value]
-    if idle and len(model.pattern.full_layers) == model.pattern.num_layers:
-        raise ConfigError(
-            f"{idle[0]} has no effect: the checkpoint's own pattern has full attention in every layer; name another, "
-            "such as --pattern window"
-        )
-    return model.with_pattern(dataclasses.replace(model.pattern, **given)) if given else model
 
 
 def note_whole_prompts(patterns: Iterable[tuple[str, AttentionPattern]], longest: int) -> None:
@@ -401,8 +334,31 @@ def note_whole_prompts(patterns: Iterable[tuple[str, AttentionPattern]], longest
             )
 
 
+MOST_CONTEXTS = 128  # times the model's context: longer prompts are a slip of the hand, and would take days
+
+
+def check_window(window: int | None, length: int) -> None:
+    """Raise `ConfigError` for a `--window` that holds whole prompts of `length` tokens: nothing would be windowed."""
+    if window is not None and window >= length:
+        raise ConfigError(
+            f"--window {window} holds whole prompts of {length} tokens, which is full attention: take a smaller "
+            "--window, or a greater --length"
+        )
+
+
+def check_length(config: ModelConfig, length: int) -> None:
+    """Raise `ConfigError` for sequences that are out of all proportion to the model's context, before any is drawn."""
+    context = config.max_position_embeddings
+    if length > MOST_CONTEXTS * context:
+        raise ConfigError(
+            f"sequences of {length} tokens are {length // context} times as long as the model's context of {context}: "
+            f"at most {MOST_CONTEXTS * context} are run"
+        )
+
+
 def note_context(config: ModelConfig, length: int) -> None:
-    """Say that sequences of `length` tokens go beyond the model's context, where they do."""
+    """Say that sequences of `length` tokens go beyond the model's context, where they do; errors as `check_length`."""
+    check_length(config, length)
     context = config.max_position_embeddings
     if length <= context:
         return
@@ -417,18 +373,24 @@ def note_context(config: ModelConfig, length: int) -> None:
 
 
 def fractions(text: str) -> list[float]:
+    """The depths that --depths names."""
     try:
-        return [float(part) for part in text.split(",")]
+        found = [float(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"--depths must be fractions such as 0,0.5,1, got '{text}'") from None
+        found = [-1.0]
+    if not all(0 <= depth <= 1 for depth in found):
+        raise ConfigError(f"--depths is '{text}': give fractions from 0 to 1 with commas between, such as 0,0.5,1")
+    return found
 
 
-def numbers(option: str, text: str, word: str | None = None) -> list[Any]:
-    """Positive whole numbers between commas; `word`, if given, may stand among them and becomes None."""
+def numbers(option: str, text: str, such_as: str = "512,1024", *, least: int = 1, word: str | None = None) -> list[Any]:
+    """Whole numbers between commas; `word`, if given, may stand among them and becomes None."""
     items = [item.strip() for item in text.split(",")]
-    if not all(item == word or (item.isdecimal() and int(item) > 0) for item in items):
+    if not all(item == word or (item.isdecimal() and int(item) >= least) for item in items):
         also = f" or '{word}'" if word else ""
-        raise ConfigError(f"{option} must be positive whole numbers{also} such as 512,1024, got '{text}'")
+        raise ConfigError(
+            f"{option} is '{text}': give whole numbers from {least} on{also} with commas between, such as {such_as}"
+        )
     return [None if item == word else int(item) for item in items]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +10,8 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from swa_jax.settings import load_config
+from swa_jax.errors import ConfigError
+from swa_jax.settings import load_config, to_dict, to_yaml
 
 
 def train(
@@ -33,12 +35,27 @@ def train(
         int,
         Option(help="Seconds for all processes to come, and without a sign of life after which one is lost.", min=10),
     ] = 45,
+    print_config: Annotated[
+        bool, Option("--print-config", help="Print the configuration with every key, as YAML, and stop.")
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        Option("--dry-run", help="Check configuration, files, tokenizer, pattern and mesh, say what would run, stop."),
+    ] = False,
+    devices: Annotated[
+        int | None, Option(help="With --dry-run: devices of the run. Default: as the mesh says, or those here.", min=1)
+    ] = None,
 ) -> None:
     """Train from scratch, or go on from a checkpoint; run it again to go on after an interruption.
 
     On several machines, start the same command on each with --processes, --process-id and --coordinator; the workers
     of a TPU pod find each other without.
     """
+    if devices is not None and not dry_run:
+        raise ConfigError("--devices is of --dry-run: give both, or neither")
+    if print_config or dry_run:
+        typer.echo(_look(config, overrides or [], dry_run, devices))
+        return
     from swa_jax.train.cluster import find_member
     from swa_jax.train.processes import Traceback, guard
     from swa_jax.train.worker import is_worker, worker
@@ -54,19 +71,25 @@ def train(
             typer.echo(str(error), err=True)
             raise typer.Exit(1) from None
 
-    if place is None:
-        from swa_jax.train.loop import TrainConfig
+    with contextlib.nullcontext() if place is None else worker(place, timeout) as join:
+        from swa_jax.train.config import TrainConfig
         from swa_jax.train.loop import train as run
 
-        typer.echo(run(load_config(TrainConfig, config, overrides or [])))
-        return
-    with worker(place, timeout) as join:
-        from swa_jax.settings import to_dict
-        from swa_jax.train.loop import TrainConfig
-        from swa_jax.train.loop import train as run
-
-        loaded = load_config(TrainConfig, config, overrides or [])
-        join(to_dict(loaded))
-        model = run(loaded)
-        if place.process == 0:
+        settings = load_config(TrainConfig, config, overrides or [])
+        if join is not None:
+            join(to_dict(settings))
+        model = run(settings)
+        if place is None or place.process == 0:
             typer.echo(model)
+
+
+def _look(config: Path, overrides: list[str], check: bool, devices: int | None) -> str:
+    """The run as YAML, or with `check` what it would do; nothing is trained."""
+    from swa_jax.train.config import TrainConfig
+
+    settings = load_config(TrainConfig, config, overrides)
+    if not check:
+        return to_yaml(settings).rstrip()
+    from swa_jax.train.dry_run import describe_run
+
+    return describe_run(settings, devices)

@@ -112,7 +112,7 @@ def draw_chains(rng: np.random.Generator, words: ChainWords, num_chains: int, ho
     if not (1 <= num_chains <= NUM_VALUES and hops >= 1 and num_chains * hops <= len(words.names)):
         raise ConfigError(
             f"{num_chains} chains of {hops} hops: a row can have from 1 to {NUM_VALUES} chains, and {len(words.names)} "
-            "names in all of them together"
+            "names in all of them together: ask for fewer hops or rivals"
         )
     names = rng.permutation(words.names)[: num_chains * hops].reshape(num_chains, hops)
     return DrawnChains(words, names, 10 + rng.permutation(NUM_VALUES)[:num_chains])

@@ -35,14 +35,14 @@ def tokenize(
     out: Path,
     *,
     shard_tokens: int = SHARD_TOKENS,
-    progress: Callable[[str, int], None] = lambda file, tokens: None,
+    progress: Callable[[int, int, str], None] = lambda done, total, text: None,
 ) -> dict[str, Any]:
     """Write the documents of `source` (kind text or huggingface) to the folder `out`; returns its manifest.
 
     Args:
       tokenizer_path: tokenizer.json, or a folder that has one; copied into `out`.
       shard_tokens: a shard ends with the document that brings it to this many tokens.
-      progress: told of the file at work and the tokens done.
+      progress: called with the files done, all of them, and a text with the file at work and the tokens done.
 
     Raises `ConfigError`: `out` holds something else, or a document cannot be read.
     """
@@ -87,7 +87,11 @@ def tokenize(
 
 
 def _write_shards(
-    out: Path, state: dict[str, Any], source: SourceConfig, tokenizer: Tokenizer, progress: Callable[[str, int], None]
+    out: Path,
+    state: dict[str, Any],
+    source: SourceConfig,
+    tokenizer: Tokenizer,
+    progress: Callable[[int, int, str], None],
 ) -> None:
     """The shards behind those that `state` has, which is brought up to date."""
     files, (first, skip) = source_files(source), state["next"]
@@ -100,8 +104,8 @@ def _write_shards(
                 if shard.tokens >= state["shard_tokens"]:
                     shard.finish([number, document])
                     shard = _Shard(out, state)
-                    progress(file.name, shard.before)
-            progress(file.name, shard.before + shard.tokens)
+                    progress(number, len(files), f"{file.name}: {shard.before:,} tokens")
+            progress(number + 1, len(files), f"{file.name}: {shard.before + shard.tokens:,} tokens")
             skip = 0
         if shard.tokens:
             shard.finish([len(files), 0])

@@ -17,11 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from swa_jax.data import haystack
 from swa_jax.data.chat import Wrap
 from swa_jax.data.haystack import ANSWER, NEEDLE, QUESTION, Haystack, TextTokenizer, _stretch, draw_keys, draw_value
 from swa_jax.errors import ConfigError
@@ -149,7 +147,3 @@ def _share_out(
         sides[side].append(needle)
         free[side] -= len(needle)
     return sides
-
-
-def __getattr__(name: str) -> Any:
-    return getattr(haystack, name)  # what has moved there is still found here

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,31 @@ from swa_jax.model.pattern import SWAA_KEYS, AttentionPattern, read_object
 
 
 def load_pattern(source: AttentionPattern | str | Path, model: ModelConfig, **options: Any) -> AttentionPattern:
-    """A pattern object, or what `read_pattern` reads, checked against the model."""
+    """A pattern object, or what `read_pattern` reads with these options, checked against the model."""
     pattern = source if isinstance(source, AttentionPattern) else read_pattern(source, model, **options)
+    pattern.validate(model)
+    return pattern
+
+
+def choose_pattern(
+    own: AttentionPattern, source: AttentionPattern | str | Path | None, model: ModelConfig, given: Mapping[str, Any]
+) -> AttentionPattern:
+    """The pattern for a model whose own is `own`: that, or a pattern object, or what `read_pattern` reads.
+
+    Args:
+      given: fields of the pattern that win over it; None leaves it.
+
+    Raises `ConfigError` as `read_pattern`, and for fields of windows where there are none.
+    """
+    given = {name: value for name, value in given.items() if value is not None}
+    if source is None and any(given.values()) and set(own.layer_types) == {FULL}:
+        raise ConfigError(
+            "a window, sink tokens and full-attention decode have no effect: the model's own pattern has full "
+            "attention in every layer; name another pattern, such as 'window'"
+        )
+    if isinstance(source, str | Path):
+        return load_pattern(source, model, default_window=own.sliding_window, **given)
+    pattern = dataclasses.replace(own if source is None else source, **given)
     pattern.validate(model)
     return pattern
 
@@ -57,6 +81,14 @@ def read_pattern(
     return dataclasses.replace(pattern, **given)
 
 
+def no_window(pattern: AttentionPattern, model: ModelConfig) -> str | None:
+    """What a user should know of windows as long as the model's context, which is full attention; None for others."""
+    context, window = model.max_position_embeddings, pattern.sliding_window
+    if window is None or window < context or set(pattern.layer_types) == {FULL}:
+        return None
+    return f"a window of {window} holds the model's whole context of {context}, which is full attention"
+
+
 def is_pattern_file(source: str | Path) -> bool:
     """Whether a pattern is named by a JSON file, or by its text, and not by a recipe."""
     text = str(source)
@@ -65,8 +97,10 @@ def is_pattern_file(source: str | Path) -> bool:
 
 def layers_of_file(source: str | Path) -> int | None:
     """How many layers the pattern of a JSON file has; None for a SWAA configuration, which does not say."""
-    _, data = read_object(source)
+    name, data = read_object(source)
     if "num_hidden_layers" in data:
         return hf_pattern(data).num_layers
+    if not any(key in data for key in SWAA_KEYS):
+        return AttentionPattern.from_object(name, data).num_layers
     types = data.get("layer_types")
     return len(types) if isinstance(types, list) else None

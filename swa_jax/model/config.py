@@ -310,9 +310,16 @@ class ModelConfig:
                 f"num_experts_per_tok ({self.num_experts_per_tok})"
             )
 
-    def check_tokens(self, tokens: ArrayLike, name: str) -> None:
-        """Raise `ConfigError` if an array of token ids, which `name` stands for, holds one that has no embedding."""
-        ids = np.asarray(tokens)
+    def check_tokens(self, tokens: ArrayLike, name: str, *, batch: bool = False) -> None:
+        """Raise `ConfigError` if an array of token ids, which `name` stands for, holds one that has no embedding, or is
+        no batch [B, T] where one is asked for."""
+        try:
+            ids = np.asarray(tokens)
+        except ValueError:
+            raise ConfigError(f"{name} must hold sequences of one length: pad them, and give segment_ids") from None
+        if batch and ids.ndim != 2:
+            one = f"; for one sequence write {name}[None]" if ids.ndim == 1 else ""
+            raise ConfigError(f"{name} must be a batch of sequences, [B, T], got the shape {ids.shape}{one}")
         if not np.issubdtype(ids.dtype, np.integer) and ids.size:
             raise ConfigError(f"{name} must hold token ids, which are whole numbers, got {ids.dtype}")
         wrong = (ids < 0) | (ids >= self.vocab_size)
@@ -405,11 +412,6 @@ class ModelConfig:
     @property
     def uses_rope(self) -> bool:
         return self.position_embedding in ("rope", "alirope")
-
-    @property
-    def rope_kinds(self) -> tuple[RopeKind, ...]:
-        """The rotary embeddings that occur, in the order of `ROPE_KINDS`."""
-        return tuple(kind for kind in ROPE_KINDS if kind in (self.rope_layers or ("global",)))
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:

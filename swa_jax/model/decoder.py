@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels.spec import segment_positions
+from swa_jax.errors import ConfigError
 from swa_jax.model.attention import AttentionContext, LayerPlan, MadeKeys, Routing, kinds_of, layer_plan, model_spec
 from swa_jax.model.block import Block, Stream, scan_layers, stacked_layers
 from swa_jax.model.cache import CacheLayout, CachePools, KVCache, ring_entry, ring_positions
@@ -67,9 +68,21 @@ class Decoder(nnx.Module):
         if not config.tie_word_embeddings:
             self.lm_head = linear("lm_head", config, dtype, rngs)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """`model.pattern` may be set to a pattern, or to a recipe, which takes the window of the pattern before."""
+        if name == "pattern" and hasattr(self, "pattern"):
+            if isinstance(value, str):
+                value = AttentionPattern.from_recipe(value, self.config, sliding_window=self.pattern.sliding_window)
+            elif not isinstance(value, AttentionPattern):
+                raise ConfigError(f"model.pattern must be an AttentionPattern or a recipe, got {value!r:.80}")
+            value.validate(self.config)
+            if SWITCH in value.layer_types and not self.routed:
+                raise ConfigError("the model has no routers for this pattern: take model.with_pattern(pattern)")
+        super().__setattr__(name, value)
+
     def __call__(
         self,
-        tokens: jax.Array,
+        tokens: jax.typing.ArrayLike,
         *,
         segment_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
@@ -77,7 +90,8 @@ class Decoder(nnx.Module):
     ) -> jax.Array:
         """tokens [B, T] int32 -> logits [B, T, V] f32.
 
-        An id that the vocabulary does not have raises `ConfigError`; under `jit`, all that see it is NaN.
+        Another shape, or an id that the vocabulary does not have, raises `ConfigError`; under `jit`, all that see such
+        an id is NaN.
 
         Args:
           segment_ids: [B, T] int32; tokens see only their own segment, 0 is padding. None: one segment.
@@ -85,7 +99,7 @@ class Decoder(nnx.Module):
           full_from: [B] or [B, segments] int32; queries of windowed layers at this position or later see everything.
         """
         if not isinstance(tokens, jax.core.Tracer):
-            self.config.check_tokens(tokens, "tokens")
+            self.config.check_tokens(tokens, "tokens", batch=True)
         tokens = jnp.asarray(tokens)
         hidden, _ = self.features(tokens, segment_ids=segment_ids, positions=positions, full_from=full_from)
         return self.logits(hidden)

@@ -93,12 +93,16 @@ def _full_layers(recipe: str, name: str, num_layers: int, seed: int) -> tuple[li
         return begin_middle_end(budget, num_layers), WINDOW
     base = re.split(r"-1-in-|-1:|:", name)[0]
     if base in BASES:
-        raise ConfigError(f"recipe '{recipe}' is incomplete: write it as in {_example(base)}")
-    raise ConfigError(f"unknown recipe '{recipe}'{nearest(base, [*BASES, *SWAA_ROWS])}")
+        raise ConfigError(f"recipe '{recipe}' is incomplete: write it as in '{_example(base)}'")
+    known = [*map(_example, BASES), *SWAA_ROWS]
+    raise ConfigError(f"'{recipe}' is neither a recipe nor a .json file{nearest(name, known)}")
 
 
 def _example(base: str) -> str:
-    return {"static-hybrid": "'static-hybrid-1:3'", "layers": "'layers:2,5'"}.get(base, f"'{base}-1-in-4'")
+    """A recipe with this base."""
+    if base in ("full", "window", "streaming", "switch"):
+        return base
+    return {"static-hybrid": "static-hybrid-1:3", "layers": "layers:2,5"}.get(base, f"{base}-1-in-4")
 
 
 def begin_middle_end(budget: int, num_layers: int) -> list[int]:

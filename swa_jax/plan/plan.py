@@ -188,7 +188,7 @@ def topology_devices(name: str, slices: int = 1) -> list[Any]:
         devices: list[Any] = list(topology.devices)
     except Exception as error:
         raise ConfigError(
-            f"--topology is '{name}', which libtpu does not take ({str(error).splitlines()[0]}): write a kind and its "
+            f"--topology is '{name}', which libtpu does not know: write a kind and its "
             "chips, such as v5e:16x16, v5p:4x4x8, v6e:16x16 or tpu7x:4x4x4"
         ) from error
     target_of(devices[0].device_kind)

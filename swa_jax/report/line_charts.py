@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -58,6 +59,32 @@ def _band(axes: Axes, curve: Curve, color: str) -> None:
     axes.plot(steps, values.mean(0), color=color, zorder=3)
     if len(values) > 1:
         axes.fill_between(steps, values.min(0), values.max(0), color=color, alpha=0.2, linewidth=0)
+
+
+POINTS = 300  # of a line: more than a picture shows apart
+
+
+@styled
+def loss_curve(lines: Sequence[Row], file: str | Path) -> None:
+    """Draw the training loss of a run, and the validation losses if there are any.
+
+    Args:
+      lines: those of `metrics.jsonl`, with `step` and `loss` or `validation_loss`. Of many steps, means are drawn.
+    """
+    figure = style.new_figure(6.8, 3.6, "Loss of the run")
+    axes: Any = figure.subplots()
+    axes.grid(axis="y")
+    axes.set(xlabel="Training step", ylabel="Loss (nats a token)")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    for name, key, color in (("training", "loss", BLUE), ("validation", "validation_loss", VERMILION)):
+        found = np.array([(line["step"], line[key]) for line in lines if key in line], np.float64).reshape(-1, 2)
+        if not len(found):
+            continue
+        parts = np.array_split(found, min(POINTS, len(found)))
+        steps, losses = np.array([part.mean(0) for part in parts]).T
+        axes.plot(steps, losses, color=color, label=name, marker="o" if len(steps) <= 30 else None, markersize=3)
+    axes.legend()
+    style.save(figure, file)
 
 
 @styled

@@ -26,6 +26,7 @@ class Progress:
       label: what is counted, such as "step".
       transient: whether the bar disappears from the terminal at the end.
       quiet: shows nothing.
+      at_once: whether the first update prints a line, and not only what takes longer than the interval.
       clock: gives seconds, from any origin.
     """
 
@@ -35,11 +36,12 @@ class Progress:
         *,
         transient: bool = True,
         quiet: bool = False,
+        at_once: bool = True,
         console: Console | None = None,
         interval: float = INTERVAL,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.label, self.interval, self.clock, self.quiet = label, interval, clock, quiet
+        self.label, self.interval, self.clock, self.quiet, self.at_once = label, interval, clock, quiet, at_once
         self.console = Console(stderr=True) if console is None else console
         self.plain = not quiet and not self.console.is_terminal
         self.first: tuple[int, float] | None = None  # what was done at the first update, and when that was
@@ -65,6 +67,9 @@ class Progress:
         now = self.clock()
         if self.first is None:
             self.first = done, now
+            if not self.at_once:
+                self.printed, self.printed_at = total, now  # as if the end had been said
+                return
         elif now - self.printed_at < self.interval and (done < total or self.printed == total):
             return
         self.printed, self.printed_at = done, now
@@ -94,10 +99,12 @@ class Progress:
 
 
 @contextmanager
-def counted(label: str, total: int, console: Console | None = None) -> Iterator[Callable[[int], None]]:
-    """Gives a function that is called with how many more of `total` are done."""
+def counted(
+    label: str, total: int, console: Console | None = None, *, at_once: bool = True
+) -> Iterator[Callable[[int], None]]:
+    """Gives a function that is called with how many more of `total` are done; the options are those of `Progress`."""
     done = 0
-    with Progress(label, console=console) as progress:
+    with Progress(label, console=console, at_once=at_once) as progress:
 
         def advance(more: int) -> None:
             nonlocal done

@@ -2,8 +2,8 @@
 many.
 
 A run folder holds `config.yaml` (resolved), `metrics.jsonl` (one line a step), `checkpoints/` and, at the end,
-`model/`; under LoRA also `adapter/`, what was trained, which is merged in `model/`. Started again with the same
-configuration, a run goes on from its last checkpoint, bit for bit.
+`model/` and `loss.png`; under LoRA also `adapter/`, what was trained, which is merged in `model/`. Started again with
+the same configuration, a run goes on from its last checkpoint, bit for bit.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import yaml
 from flax import nnx
+from jax.sharding import AbstractMesh
 
 from swa_jax.checkpoint.folder import MANIFEST_FILE, load_model, open_checkpoint, save_model
 from swa_jax.checkpoint.peft import save_adapter
@@ -38,9 +38,9 @@ from swa_jax.model.flops import train_flops_per_token
 from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.lora import merge_lora, trained_and_frozen, with_lora
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.model.sharding import Partition, check_batch, check_model, make_mesh, state_shardings
+from swa_jax.model.sharding import AXES, Partition, check_batch, check_model, make_mesh, mesh_shape, state_shardings
 from swa_jax.report.progress import Progress, rate
-from swa_jax.settings import from_dict, parse_yaml, to_dict
+from swa_jax.settings import from_dict, parse_yaml, to_dict, to_yaml
 from swa_jax.train.compiler import check_options
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.earlier_run import check_earlier_run, with_earlier_optimizer
@@ -48,7 +48,7 @@ from swa_jax.train.optimizer import make_optimizer, warn_of_short_runs
 from swa_jax.train.patterns import check_patterns, find_start, run_pattern, stage_patterns, with_folders
 from swa_jax.train.preemption import Preempted, preemption_notices
 from swa_jax.train.run_checkpoints import RunCheckpoints, from_first_process, has_checkpoint, recorded
-from swa_jax.train.run_log import RunLog
+from swa_jax.train.run_log import RunLog, draw_losses
 from swa_jax.train.stage_data import local_rows, open_stages, stage_batches
 from swa_jax.train.step import TrainState, abstract_state, init_state, make_step, make_validation_loss, shard_state
 from swa_jax.train.worker import check_lease, compile_together, meet
@@ -110,10 +110,13 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
             session = _Session(run, checkpoints, log, progress, preempted)
             for number, start in enumerate(config.starts):
                 if done < start + config.stages[number].steps:
-                    progress.say(_describe_stage(run, number, start))
+                    progress.say(describe_stage(config, number, start, run.patterns[number]))
                     state = session.train_stage(number, start, state, data_state if done > start else None)
                     done = int(state.step)
-    return _save_finished(run, state)
+    finished = _save_finished(run, state)
+    if first:
+        draw_losses(run.folder)
+    return finished
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,14 +190,14 @@ class _Session:
         self.progress.say(f"step {done}/{self.run.config.total_steps}  validation loss {value:.4f}")
 
 
-def _describe_stage(run: TrainingRun, number: int, start: int) -> str:
+def describe_stage(config: TrainConfig, number: int, start: int, patterns: Sequence[AttentionPattern]) -> str:
     """What is about to be trained: a recipe does not say by itself which window it takes."""
-    stages, stage = run.config.stages, run.config.stages[number]
+    stages, stage = config.stages, config.stages[number]
     head = (
         f"stage {number + 1} of {len(stages)}: steps {start + 1} to {start + stage.steps}, each "
         f"{stage.batch_size} rows of {stage.sequence_length} tokens"
     )
-    return "\n".join([head, *(str(pattern) for pattern in run.patterns[number])])
+    return "\n".join([head, *(str(pattern) for pattern in patterns)])
 
 
 def _save_finished(run: TrainingRun, state: TrainState) -> Path:
@@ -282,9 +285,9 @@ def held_out_loss(run: TrainingRun, number: int, loss: Any, state: TrainState) -
 # ---- starting and resuming ----
 
 
-def make_partition(config: TrainConfig) -> Partition | None:
-    """The mesh of a run, checked against its stages; None on a single device."""
-    mesh = make_mesh(config.mesh)
+def make_partition(config: TrainConfig, devices: int | None = None) -> Partition | None:
+    """The mesh of a run, checked against its stages, of `devices` that need not be here; None on a single device."""
+    mesh: Any = AbstractMesh(mesh_shape(config.mesh, devices), AXES) if devices else make_mesh(config.mesh)
     if mesh.size == 1:
         return None
     partition = Partition(mesh, config.sharding)
@@ -294,15 +297,31 @@ def make_partition(config: TrainConfig) -> Partition | None:
     return partition
 
 
-def _prepare(config: TrainConfig) -> TrainingRun:
-    """Everything that can be wrong is found before the model is drawn or read."""
+class CheckedRun(NamedTuple):
+    """What a run is made of, but for its model and what trains it."""
+
+    tokenizer: Tokenizer
+    partition: Partition | None
+    model_config: ModelConfig
+    pattern: AttentionPattern
+    patterns: list[list[AttentionPattern]]  # by stage
+    batches: dict[int, Batches]
+
+
+def check_run(config: TrainConfig, devices: int | None = None) -> CheckedRun:
+    """Everything that can be wrong is found before the model is drawn or read.
+
+    Args:
+      devices: how many devices the run will have, where they are not those that are here.
+    """
     if config.lora is not None and config.init_from is None:
         raise ConfigError("'lora' adapts a trained model: set 'init_from' to its checkpoint folder in place of 'model'")
     tokenizer = load_tokenizer(config.tokenizer)
     if config.init_from is not None:
         check_same_tokens(tokenizer, config.tokenizer, config.init_from)
-    check_options(config.xla_options, jax.local_devices()[0])
-    partition = make_partition(config)
+    if devices is None:
+        check_options(config.xla_options, jax.local_devices()[0])
+    partition = make_partition(config, devices)
     start = find_start(config)
     model_config = start.config
     if partition is not None:
@@ -323,7 +342,12 @@ def _prepare(config: TrainConfig) -> TrainingRun:
     check_patterns(config, patterns, SWITCH in pattern.layer_types)
     for source in (source for stage in config.stages for source in stage.data):
         check_source(source, tokenizer)  # better found now than when its stage begins
-    batches = open_stages(config, tokenizer, partition)
+    batches = open_stages(config, tokenizer, partition if devices is None else None)
+    return CheckedRun(tokenizer, partition, model_config, pattern, patterns, batches)
+
+
+def _prepare(config: TrainConfig) -> TrainingRun:
+    tokenizer, partition, model_config, pattern, patterns, batches = check_run(config)
     if config.init_from is not None:
         model = load_model(
             config.init_from,
@@ -365,7 +389,7 @@ _MAY_CHANGE = ("mesh", "sharding", "log", "output")
 def _records(config: TrainConfig) -> dict[str, str]:
     """What says which run this is, by file: in the run's folder, and in every checkpoint."""
     base = _base_digest(config)
-    settings = {CONFIG_FILE: yaml.safe_dump(to_dict(config), sort_keys=False)}  # last: then all else is there
+    settings = {CONFIG_FILE: to_yaml(config)}  # last: then all else is there
     return settings if base is None else {BASE_FILE: base + "\n"} | settings
 
 
@@ -374,20 +398,25 @@ def _claimed(run: Path, config: TrainConfig) -> Iterator[None]:
     """The run's folder for this process alone, with the records in it; if it holds a checkpoint or a model, check first
     that its run is the same one."""
     records = _records(config)
-    started = has_checkpoint(run / "checkpoints")
-    finished = next((run / name for name in ("model", "adapter") if (run / name).exists()), None)
-    if started or finished is not None:
-        _check_same_run(run, config, records.get(BASE_FILE) if started else None)
-    if finished is not None and not started and config.total_steps:
-        raise ConfigError(
-            f"{finished} is there, but no checkpoint of the run that made it is: training anew would not replace it; "
-            "set 'output' to a new folder, or move it away"
-        )
+    check_folder(run, config, records.get(BASE_FILE))
     run.mkdir(parents=True, exist_ok=True)
     with alone(run, "training in"):
         for name, text in records.items():
             write_text(run / name, text)
         yield
+
+
+def check_folder(run: Path, config: TrainConfig, base: str | None = None) -> None:
+    """Raise `ConfigError` for a folder that holds another run; `base`: what is recorded of the frozen weights."""
+    started = has_checkpoint(run / "checkpoints")
+    finished = next((run / name for name in ("model", "adapter") if (run / name).exists()), None)
+    if started or finished is not None:
+        _check_same_run(run, config, base if started else None)
+    if finished is not None and not started and config.total_steps:
+        raise ConfigError(
+            f"{finished} is there, but no checkpoint of the run that made it is: training anew would not replace it; "
+            "set 'output' to a new folder, or move it away"
+        )
 
 
 def _check_same_run(run: Path, config: TrainConfig, base: str | None) -> None:

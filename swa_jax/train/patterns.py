@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
 from swa_jax.checkpoint.folder import open_checkpoint
-from swa_jax.checkpoint.named import model_folder
+from swa_jax.checkpoint.named import model_folder, tokenizer_folder
 from swa_jax.data.sources import ANSWERED
 from swa_jax.errors import ConfigError
 from swa_jax.families.pattern_files import load_pattern
@@ -34,12 +33,8 @@ def with_folders(config: TrainConfig) -> TrainConfig:
     """
     if jax.process_count() > 1:
         return config
-    tokenizer, start = Path(config.tokenizer), config.init_from
-    if not tokenizer.expanduser().exists() or tokenizer.suffix == ".gguf":
-        tokenizer = model_folder(config.tokenizer)
-    return dataclasses.replace(
-        config, tokenizer=str(tokenizer), init_from=None if start is None else str(model_folder(start))
-    )
+    start = None if config.init_from is None else str(model_folder(config.init_from))
+    return dataclasses.replace(config, tokenizer=str(tokenizer_folder(config.tokenizer)), init_from=start)
 
 
 def find_start(config: TrainConfig) -> Start:

@@ -137,6 +137,15 @@ class RunLog:
             self.wandb.finish(exit_code=0 if kind is None else 1)
 
 
+def draw_losses(run: Path) -> None:
+    """Draw `loss.png` in a run's folder, from its `metrics.jsonl`."""
+    from swa_jax.report.line_charts import loss_curve
+
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
+    if any("loss" in line for line in lines):
+        loss_curve(lines, run / "loss.png")
+
+
 def keep_lines(file: Path, steps: int) -> None:
     """Drop the lines of steps after `steps`, which are about to be run again, and a last line that was cut short.
 

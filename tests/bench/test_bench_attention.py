@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import json
 
+import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -236,11 +237,7 @@ def test_search_on_a_device(monkeypatch, tmp_path):
 
 
 def run(*arguments: object, status: int = 0) -> str:
-    result = CliRunner().invoke(app, ["bench", "attention", *map(str, arguments)], env={"COLUMNS": "200"})
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == status, result.output
-    return result.output
+    return command_line.run("bench", "attention", *arguments, status=status)
 
 
 TINY = ["--length", 64, "--heads", 2, "--kv-heads", 1, "--head-dim", 8, "--rounds", 1]

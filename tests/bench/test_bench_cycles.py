@@ -5,15 +5,14 @@ import json
 import subprocess
 from pathlib import Path
 
+import command_line
 import pytest
-from typer.testing import CliRunner
 
 from pallas_kernels.bench import FUNCTIONS, Executions
 from swa_jax.bench import cycles
 from swa_jax.bench.bundles import Block, Code, read_code, sort_blocks, split_blocks
 from swa_jax.bench.cycles import COUNTED, SIMULATED, Op, combine, count_cycles
 from swa_jax.chips import TARGETS
-from swa_jax.cli.main import app
 from swa_jax.errors import ConfigError
 from swa_jax.report.bench_tables import cycles_table
 
@@ -192,11 +191,7 @@ def test_few_rows_have_no_figure_a_1024(compiler):
 
 
 def run(*arguments: str, status: int = 0) -> str:
-    result = CliRunner().invoke(app, ["bench", "cycles", *arguments], env={"COLUMNS": "200"})
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == status, result.output
-    return result.output
+    return command_line.run("bench", "cycles", *arguments, status=status)
 
 
 def test_command_prints_a_table_or_json(compiler):

@@ -3,13 +3,12 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
+from command_line import fails, run
 
 from pallas_kernels import kernel_cycles
 from pallas_kernels.kernel_cycles import Call, Cost, find_cost
 from swa_jax.bench import cycle_table, cycles
 from swa_jax.bench.cycles import COUNTED, SIMULATED, Measurement, Op
-from swa_jax.cli.main import app
 
 OPS = (
     Op("copy.1", 4000, SIMULATED),
@@ -65,15 +64,13 @@ def test_what_has_no_figure_makes_no_row(tmp_path):
 def test_the_command_writes_rows_and_says_what_it_cannot(tmp_path, monkeypatch):
     monkeypatch.setattr(cycles, "measure", lambda name, chip, settings: measurement(chip))
     file = tmp_path / "table.json"
-    command = ["bench", "cycles", "window_backward", "--chip", "v6e", "--chip", "v5e", "--write", str(file)]
-    assert CliRunner().invoke(app, command).exit_code == 0
+    run("bench", "cycles", "window_backward", "--chip", "v6e", "--chip", "v5e", "--write", file)
     assert [row["chip"] for row in json.loads(file.read_text())["rows"]] == ["v5e", "v6e"]
     for arguments, words in (
         (["decode"], "--write takes no decode: the table is of window_forward"),
         (["window_forward", "--set", "cut=1"], "--write takes no --set cut"),
     ):
-        result = CliRunner().invoke(app, ["bench", "cycles", *arguments, "--write", str(file)])
-        assert (result.exit_code, words in result.stderr) == (2, True)
+        assert words in fails("bench", "cycles", *arguments, "--write", file)
 
 
 def rows(*cells, **same):

@@ -4,11 +4,10 @@ import importlib.util
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
+from command_line import fails
 
 from pallas_kernels.bench import Executions
 from swa_jax.bench import cycles, peer_calls
-from swa_jax.cli.main import app
 
 
 def visits(T: int, window: int | None, block_q: int, block_kv: int) -> int:
@@ -43,16 +42,14 @@ def test_a_kernel_s_steps_are_visits_where_the_data_give_them(monkeypatch):
 def test_a_library_that_is_not_there_is_named(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tokamax" else find(name))
-    result = CliRunner().invoke(app, ["bench", "cycles", "tokamax_splash_forward"])
-    assert result.exit_code == 2
-    assert "tokamax_splash_forward needs tokamax, which is not installed: pip install tokamax" in result.output
+    said = fails("bench", "cycles", "tokamax_splash_forward")
+    assert "tokamax_splash_forward needs tokamax, which is not installed: pip install tokamax" in said
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (the `tpu` extra)")
 def test_settings_are_the_peer_s_own():
-    result = CliRunner().invoke(app, ["bench", "cycles", "jax_splash_forward", "--set", "block_k=3"])
-    assert result.exit_code == 2
-    assert "unknown setting of jax_splash_forward 'block_k': did you mean block_kv?" in result.output
+    said = fails("bench", "cycles", "jax_splash_forward", "--set", "block_k=3")
+    assert "unknown setting of jax_splash_forward 'block_k': did you mean block_kv?" in said
 
 
 @pytest.mark.slow

@@ -84,6 +84,20 @@ def test_the_pattern_may_be_another(saved, tmp_path):
         load_model(saved, make("Fw"))
 
 
+def test_window_sinks_and_decode_mode_may_be_given_beside_the_pattern(saved, tmp_path):
+    given = {"window": 5, "sink_tokens": 2, "full_decode": True}
+    expected = make("FwFw", sliding_window=5, num_sink_tokens=2, full_attention_decode=True)
+    for pattern in ("interleave-1-in-2@0", make("FwFw")):
+        assert swa_jax.load_model(saved, pattern, **given).pattern == expected
+    own = load_model(saved).pattern
+    assert swa_jax.load_model(saved, window=5).pattern == dataclasses.replace(own, sliding_window=5)
+    with pytest.warns(UserWarning, match="a window of 4000 holds the model's whole context of 2048.*give a smaller"):
+        swa_jax.load_model(saved, "window", window=4000)
+    full = save_model(load_model(saved, "full"), tmp_path / "full")
+    with pytest.raises(ConfigError, match="have no effect: the model's own pattern has full attention"):
+        swa_jax.load_model(full, window=5)
+
+
 def test_routers_come_from_the_disk_or_from_a_fixed_seed(saved, tmp_path):
     switch = make("SSwS")
     assert_same_parameters(load_model(saved, switch), base_model(SOFTMAX))
@@ -134,7 +148,7 @@ def test_a_given_config_is_kept_if_it_describes_the_model(tmp_path):
     assert_same_parameters(load_model(saved), model)
     with pytest.raises(ConfigError, match=r"another model: rope_theta is 10.0 there, 10000.0 in the model"):
         save_model(model, tmp_path / "other", hf_config=hf | {"rope_parameters": {"rope_theta": 10.0}})
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="is there already"):
         save_model(model, saved)
     assert not (tmp_path / "other").exists()
 

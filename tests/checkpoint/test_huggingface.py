@@ -90,7 +90,9 @@ def test_tensors_that_do_not_fit_are_refused(source, destination, changes, sente
 
 def test_configurations_and_patterns_that_do_not_fit_are_refused(source, destination):
     assert_refused(source, destination, "pattern has 2 layers, the model 4", pattern=AttentionPattern((FULL,) * 2))
-    assert_refused(source, destination, "unknown recipe 'widow'; did you mean 'window'", pattern="widow")
+    assert_refused(
+        source, destination, "'widow' is neither a recipe nor a .json file; did you mean 'window'?", pattern="widow"
+    )
     edit_config(source, model_type="mamba")
     assert_refused(source, destination, "model_type 'mamba' is not supported")
     (source / "config.json").write_text("{")
@@ -137,7 +139,7 @@ def test_shards_and_their_index_must_agree(tmp_path, destination):
 def test_a_destination_in_use_is_refused(source, destination):
     destination.mkdir(parents=True)
     (destination / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="exists already; give a folder that does not"):
+    with pytest.raises(ConfigError, match="is there already: name a new folder"):
         import_model(source, destination)
     assert [file.name for file in destination.iterdir()] == ["notes.txt"]
     (destination / "notes.txt").unlink()

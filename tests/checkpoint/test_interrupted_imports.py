@@ -168,7 +168,7 @@ def test_an_import_that_is_done_is_not_done_again(source, destination, monkeypat
     assert import_model(source, destination, describe=notes.append) == destination
     assert notes == [f"{destination} holds this import already"]
     assert {file: file.stat().st_mtime_ns for file in destination.rglob("*")} == before
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(CheckpointError, match="is there already"):
         import_model(source, destination, pattern="window")
     file = destination / "weights" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")

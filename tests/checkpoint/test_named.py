@@ -56,6 +56,8 @@ def test_every_name_of_a_model_gives_the_same_model(tmp_path):
     # The folder's two names are one content, and so are the parts of a split file.
     assert made == ["a", "gemma3-hybrid", "someone--small"]
     assert model_folder("recall").name.startswith("recall-")
+    names = ("recall", "swa_jax/recall", "swa_jax/recall/tokenizer.json")
+    assert len({tuple(swa_jax.load_tokenizer(name).encode("a text")) for name in names}) == 1
 
 
 def test_what_is_imported_is_kept_until_its_content_changes(tmp_path):

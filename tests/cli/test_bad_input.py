@@ -12,13 +12,13 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
+from command_line import fails, run
 from flax import nnx
 from tiny_models import make
-from typer.testing import CliRunner
 
 import swa_jax.train.loop
 from swa_jax.checkpoint.folder import save_model
-from swa_jax.cli.main import app
+from swa_jax.cli.options import check_window
 from swa_jax.data.tokenizer import Tokenizer, check_same_tokens, load_tokenizer, train_byte_bpe
 from swa_jax.errors import ConfigError
 from swa_jax.model.config import ModelConfig
@@ -41,16 +41,6 @@ MODEL = {
 TEXT = "the quick brown fox jumps over a lazy dog. " * 40
 
 
-def fails(*arguments: object) -> str:
-    """The sentence that a verb ends with."""
-    result = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200"})
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == 2, result.output
-    assert len(result.stderr.splitlines()) == 1, result.output
-    return result.stderr.strip()
-
-
 @pytest.fixture
 def file(tmp_path, byte_tokenizer):
     """A configuration that could be trained, in a folder with its text."""
@@ -70,7 +60,73 @@ def _write(file: Path, config: dict) -> Path:
     return file
 
 
+# ---- the command line: drawn from the wrong calls that were tried ----
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        ("traim x", "'traim' is not a command of `swa-jax`; did you mean 'train'?"),
+        ("--frobnicate", "--frobnicate is not an option of `swa-jax`; known: --compile-anew, "),
+        ("pattern full --layerz 4", "--layerz is not an option of `swa-jax pattern`; did you mean '--layers'?"),
+        ("pattern full --layers", "--layers needs a value"),
+        ("pattern full --layers four", "--layers must be a whole number, got 'four'"),
+        ("pattern full --layers 0", "--layers must be at least 1, got 0"),
+        (
+            "pattern interleav-1-in-4 --layers 8",
+            "'interleav-1-in-4' is neither a recipe nor a .json file; did you mean",
+        ),
+        ("pattern full", "give one of --layers N and --model DIR: a recipe needs to know how deep the model is"),
+        ("pattern absent.json", "pattern file absent.json does not exist"),
+        ("pattern layers:9 --layers 8", "full layer 9 does not exist: the model has layers 0 to 7"),
+        ("pattern README.md --layers 4", "'README.md' is neither a recipe nor a .json file; known: "),
+        ("pattern bad.json", "bad.json has no 'layer_types': it is not an attention pattern"),
+        ("pattern diff a b c --layers 3", "`swa-jax pattern diff` takes no further argument, got 'c'"),
+        ("adapt m", "`swa-jax adapt` needs OUT: A new folder, or that of an interrupted run to go on with."),
+        ("adapt m out --force=1", "--force takes no value"),
+        ("adapt m out --effort max", "--effort must be quick, normal or full, got 'max'"),
+        ("adapt m out --window 4000", "a window of 4000 holds whole examples of 2048 tokens, "),
+        ("adapt m bad.json/out", "OUT bad.json/out cannot be written: "),
+        ("evaluate efficiency m --full-ratio 2", "--full-ratio must be at most 1, got 2"),
+        ("evaluate needles m --depths 5", "--depths is '5': give fractions from 0 to 1 with commas between, such as"),
+        ("evaluate needles m --out bad.json", "--out bad.json/results.json cannot be written: bad.json is a file"),
+        ("compile run.yaml", "give --topology, a TPU slice such as v5p:4x4x8"),
+        ("train a.yaml --devices 3", "--devices is of --dry-run: give both, or neither"),
+        ("import m .", "{here} is there already: name a new folder, or remove that one first"),
+        ("data inspect absent", "absent does not exist: name a training configuration, or a folder of tokens"),
+    ],
+)
+def test_a_wrong_call(call, sentence, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.json").write_text('{"a": 1}')
+    assert fails(*call.split()).startswith(sentence.format(here=tmp_path))
+
+
+def test_prompts_of_another_order_of_length_are_refused_at_once(checkpoint):
+    for kind in (("needles",), ("chains",), ("efficiency",)):
+        option = "--length" if kind == ("needles",) else "--lengths"
+        assert "times as long as the model's context of 2048: at most 262144 are run" in fails(
+            "evaluate", *kind, checkpoint, option, 9999999
+        )
+    with pytest.raises(ConfigError, match="--window 64 holds whole prompts of 64 tokens"):
+        check_window(64, 64)
+    check_window(63, 64)
+
+
 # ---- the configuration ----
+
+
+def test_a_dry_run_looks_at_everything_and_writes_nothing(file, tmp_path):
+    said = run("train", file, "--dry-run", "mesh.fsdp=2", "mesh.tensor=1")
+    assert "begins, 2 steps" in said
+    assert "mesh: data 1, fsdp 2, expert 1, context 1, tensor 1" in said
+    assert "nothing was trained" in said
+    sentence = "batch_size / accumulate = 6 cannot be split in 4 (data 1 x fsdp 4)"
+    assert sentence in fails("train", file, "--dry-run", "--devices", 4)
+    assert fails("train", file, "--dry-run", "stages.0.data.0.files=[absent]").startswith("data files 'absent'")
+    again = _write(tmp_path / "again.yaml", yaml.safe_load(run("train", file, "--print-config", "seed=7")))
+    assert load_config(TrainConfig, again) == load_config(TrainConfig, file, ["seed=7"])
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -103,7 +159,7 @@ def test_a_wrong_setting(file, tmp_path, overrides, sentence):
 def test_a_configuration_that_is_none(tmp_path):
     assert fails("train", tmp_path / "absent.yaml") == (f"configuration file {tmp_path / 'absent.yaml'} does not exist")
     (tmp_path / "list.yaml").write_text("- 1\n")
-    assert "must be a mapping of keys" in fails("train", tmp_path / "list.yaml")
+    assert "is no configuration: it must have keys" in fails("train", tmp_path / "list.yaml")
     assert fails("train", tmp_path) == f"configuration file {tmp_path} is not a YAML file"
 
 
@@ -239,12 +295,7 @@ def test_a_shard_without_records(file, tmp_path, suffix, kind):
 
 
 def test_shards_of_tokens_that_are_empty_missing_or_cut(file, tmp_path, byte_tokenizer):
-    done = CliRunner().invoke(
-        app,
-        ["data", "tokenize", str(tmp_path / "text.txt"), "--tokenizer", str(byte_tokenizer), "--out",
-         str(tmp_path / "tokens")],
-    )  # fmt: skip
-    assert done.exit_code == 0, done.output
+    run("data", "tokenize", tmp_path / "text.txt", "--tokenizer", byte_tokenizer, "--out", tmp_path / "tokens")
     shard = tmp_path / "tokens" / "00000.tokens"
     data, source = shard.read_bytes(), f"stages.0.data=[{{kind: tokens, files: [{tmp_path / 'tokens'}]}}]"
     for damaged, how in ((b"", "is empty"), (data[:-2], f"is {len(data) - 2} bytes long"), (None, "is missing")):
@@ -309,11 +360,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model(file, tmp_path):
 def test_tokens_of_another_tokenizer(file, tmp_path, byte_tokenizer):
     other = tmp_path / "other.json"
     train_byte_bpe([TEXT], 260).backend.save(str(other))
-    result = CliRunner().invoke(
-        app,
-        ["data", "tokenize", str(tmp_path / "text.txt"), "--tokenizer", str(other), "--out", str(tmp_path / "tokens")],
-    )
-    assert result.exit_code == 0, result.output
+    run("data", "tokenize", tmp_path / "text.txt", "--tokenizer", other, "--out", tmp_path / "tokens")
     sentence = fails("train", file, f"stages.0.data=[{{kind: tokens, files: [{tmp_path / 'tokens'}]}}]")
     assert "was tokenised with another tokenizer" in sentence
 
@@ -395,5 +442,5 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(file, tmp_p
         assert fails(*verb, "--out", folder) == f"--out is {folder}, a folder: name a file in it"
         assert "cannot be written: " in fails(*verb, "--out", taken / "x.json")
     assert sorted(path.name for path in tmp_path.iterdir() if path != file) == ["folder.json", "taken", "text.txt"]
-    assert fails("train", file, f"output={taken}").startswith(f"{taken}: ")
-    assert fails("train", file, f"output={taken}/run").startswith(f"{taken}/run: ")
+    assert fails("train", file, f"output={taken}").startswith(f"{taken} is there already")
+    assert fails("train", file, f"output={taken}/run").startswith(f"{taken}/run is a file, or in one")

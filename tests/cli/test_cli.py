@@ -33,10 +33,6 @@ def test_help_names_every_verb():
     assert "nll" in run("select", "--help")
 
 
-def test_version():
-    assert run("--version").startswith("swa-jax")
-
-
 # ---- patterns ----
 
 
@@ -53,19 +49,6 @@ def test_pattern_prints_the_map(tmp_path):
 
 def test_pattern_of_a_model(checkpoint):
     assert "2 layers: wF" in run("pattern", "interleave-1-in-2", "--model", checkpoint)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (("interleav-1-in-4", "--layers", 8), "unknown recipe 'interleav-1-in-4'; did you mean 'interleave'?"),
-        (("full",), "give one of --layers N and --model DIR: a recipe needs to know how deep the model is"),
-        (("absent.json",), "pattern file absent.json does not exist"),
-        (("layers:9", "--layers", 8), "full layer 9 does not exist: the model has layers 0 to 7"),
-    ],
-)
-def test_pattern_errors_are_one_sentence(arguments, sentence):
-    assert fails("pattern", *arguments) == sentence
 
 
 def test_unexpected_errors_keep_their_traceback(monkeypatch):
@@ -139,13 +122,8 @@ def test_generate_says_what_it_makes_of_its_options(checkpoint, tmp_path):
     assert "the model has no routers for --pattern switch: they are drawn at random, untrained" in output
     full = load_model(checkpoint, pattern="full")
     save_model(full, tmp_path / "full", tokenizer_from=checkpoint)
-    for options, named in (
-        (("--window", 8), "--window"),
-        (("--sink-tokens", 2), "--sink-tokens"),
-        (("--fa-decode",), "--fa-decode"),
-    ):
-        said = fails("generate", tmp_path / "full", "hello", *options)
-        assert said.startswith(f"{named} has no effect: the checkpoint's own pattern has full attention in every")
+    for options in (("--window", 8), ("--sink-tokens", 2), ("--fa-decode",)):
+        assert "have no effect: the model's own pattern" in fails("generate", tmp_path / "full", "hello", *options)
     run("generate", tmp_path / "full", "hello", "--max-new-tokens", 1, "--sink-tokens", 0)
 
 

@@ -7,13 +7,11 @@ import json
 
 import numpy as np
 import pytest
-import typer
+from command_line import run
 from tiny_models import byte_checkpoint, make, start_tokenizer
 from typer.testing import CliRunner
 
 from swa_jax.checkpoint.folder import load_model
-from swa_jax.cli.evaluate import app as evaluate_app
-from swa_jax.cli.evaluate.old_form import translate
 from swa_jax.cli.main import app
 from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.errors import ConfigError
@@ -26,14 +24,6 @@ from swa_jax.evaluate.sweep import perplexity_sweep, with_window
 from swa_jax.model.flops import matrix_parameters
 from swa_jax.model.generate import generate
 from swa_jax.model.pattern import AttentionPattern
-
-
-def run(*arguments: object, status: int = 0) -> str:
-    result = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200"})
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == status, result.output
-    return result.output
 
 
 def fails(*arguments: object) -> str:
@@ -158,7 +148,7 @@ def test_ruler_on_the_command_line(checkpoint, tmp_path):
     one = ("ruler", checkpoint, "niah_single_1")
     assert "{prompt} exactly once" in fails(*one, "--template", template, "--lengths", 900)
     assert "'niah_singel_1'; did you mean 'niah_single_1'?" in fails("ruler", checkpoint, "niah_singel_1")
-    assert "--lengths must be positive whole numbers" in fails(*one, "--lengths", "4k")
+    assert "--lengths is '4k': give whole numbers from 1 on" in fails(*one, "--lengths", "4k")
     (tmp_path / "empty").mkdir()
     assert "folder without files" in fails(*one, "--haystack", tmp_path / "empty")
 
@@ -275,7 +265,7 @@ def test_a_sweep_on_the_command_line(checkpoint, text, tmp_path):
     assert [(r["window"], r["length"]) for r in rows[:4]] == [(8, 32), (8, 128), (None, 32), (None, 128)]
     assert rows[2]["perplexity"] == pytest.approx(rows[6]["perplexity"], rel=1e-5)  # full is full
     assert (out / "perplexity.png").read_bytes().startswith(b"\x89PNG")
-    assert "--eval-windows must be positive whole numbers or 'full'" in fails(
+    assert "give whole numbers from 1 on or 'full' with commas between" in fails(
         "text", checkpoint, text, "--eval-windows", "wide"
     )
     assert "too few for sequences of 4096" in fails("text", checkpoint, text, "--lengths", "4096")
@@ -360,7 +350,7 @@ def test_efficiency_times_every_pattern(checkpoint, tmp_path):
     for full, window in (rows[:2], rows[2:]):
         assert full["kv_cache_bytes"] > window["kv_cache_bytes"] > 0
     assert all(len(row["token_seconds_all"]) == 2 for row in rows)
-    assert "--lengths must be positive whole numbers" in fails("efficiency", checkpoint, "--lengths", "0")
+    assert "--lengths is '0': give whole numbers from 1 on" in fails("efficiency", checkpoint, "--lengths", "0")
 
 
 # ---- one folder for several kinds ----
@@ -391,75 +381,3 @@ def test_several_kinds_share_a_folder(checkpoint, text, tmp_path):
     assert (tmp_path / "results.json").read_bytes() == before
     (tmp_path / "results.json").write_text("[]")
     assert fails("routing", checkpoint, *out).startswith(f"{tmp_path} has results already: ")
-
-
-# ---- the one command of before ----
-
-KINDS = {
-    name: {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
-    for name, command in typer.main.get_command(evaluate_app).commands.items()
-    if not command.hidden
-}
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("M", ["needles M"]),
-        ("--needles 6 M --length 320 --depths 0,1", ["needles M --examples 6 --length 320 --depths 0,1"]),
-        ("M --ruler a --ruler b --lengths 9,8 --length 7 --examples 3 --template t",
-         ["ruler M a b --lengths 9,8 --examples 3 --template t"]),
-        ("M --ruler all --length 900 --needles=2",
-         ["needles M --length 900 --examples 2", "ruler M all --lengths 900"]),
-        ("M --text t --needles 0 --context 64 --window 8 --fa-decode",
-         ["text M t --lengths 64 --window 8 --fa-decode"]),
-        ("M --text t --windows 8,full --contexts 32,64 --context 5 --pattern a --pattern b",
-         ["text M t --eval-windows 8,full --lengths 32,64 --pattern a --pattern b"]),
-        ("M --routing --text t --context 64 --needles 0",
-         ["routing M --text t --text-length 64 --examples 0", "text M t --lengths 64"]),
-        ("M --routing --ruler a --examples 2 --length 9 --depths 0,1",
-         ["routing M --ruler a --examples 2 --lengths 9 --depths 0,1",
-          "ruler M a --examples 2 --lengths 9 --depths 0,1"]),
-        ("M --longmemeval f --judge j --cut-middle --max-length 8 --batch-size 2",
-         ["questions M --longmemeval f --judge j --cut-middle --max-length 8 --batch-size 2"]),
-        ("M --harness a --harness b --harness-folder d --limit 2 --yarn 2",
-         ["harness M a b --folder d --limit 2 --yarn 2"]),
-    ],
-)  # fmt: skip
-def test_the_old_form_is_translated(old, new):
-    assert [" ".join(command) for command in translate(old.split(), KINDS)] == new
-
-
-@pytest.mark.parametrize(
-    ("old", "sentence"),
-    [
-        ("M --needles 0", "nothing to measure: "),
-        ("M --windows 8", "--windows and --contexts ask for the perplexity of a text: name it with --text"),
-        ("M --text", "--text needs a value"),
-        ("M --rular x", "evaluate has no option '--rular'; did you mean '--ruler'?"),
-        ("needels M", "evaluate needs a kind of measurement and a checkpoint, got 'needels'; did you mean 'needles'?"),
-        ("needels", "evaluate needs a kind of measurement and a checkpoint, got 'needels'; did you mean 'needles'?"),
-    ],
-)
-def test_what_the_old_form_refuses(old, sentence):
-    assert fails(*old.split()).startswith(sentence)
-
-
-def test_the_old_form_works_and_names_the_new_commands(checkpoint, text, tmp_path):
-    old = ("--needles", 1, "--length", 320, "--text", text, "--windows", 8, "--contexts", 32, "--out", tmp_path)
-    output = run("evaluate", checkpoint, *old)
-    assert output.startswith(
-        "the next release has `evaluate` by kind only; this command is now: "
-        f"swa-jax evaluate needles {checkpoint} --examples 1 --length 320 --out {tmp_path}; "
-        f"swa-jax evaluate text {checkpoint} {text} --eval-windows 8 --lengths 32 --out {tmp_path}\n"
-    )
-    assert {"rows", "perplexity_sweep"} < set(json.loads((tmp_path / "results.json").read_text()))
-    again = fails(checkpoint, *old)
-    assert again == f"{tmp_path} has results already: name another folder with --out, or move it away"
-
-
-def test_old_spellings_are_taken_by_the_new_commands(checkpoint, text):
-    output = run("evaluate", "text", checkpoint, text, "--windows", 8, "--contexts=32")
-    assert "--windows is now called --eval-windows\n--contexts is now called --lengths\n" in output
-    assert "Length 32" in output
-    assert "--windows " not in run("evaluate", "text", "--help")

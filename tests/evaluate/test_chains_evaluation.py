@@ -158,4 +158,6 @@ def test_chains_on_the_command_line(tokenizer, model, tmp_path):
     ]
     refused = fails("evaluate", "chains", tmp_path / "model", "--lengths", 64, "--rivals", 30)
     assert "raise the length" in refused
-    assert "--rivals must be whole numbers" in fails("evaluate", "chains", tmp_path / "model", "--rivals", "x")
+    assert "--rivals is 'x': give whole numbers from 0 on" in fails(
+        "evaluate", "chains", tmp_path / "model", "--rivals", "x"
+    )

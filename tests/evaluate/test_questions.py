@@ -1,15 +1,15 @@
 """Metrics on answers by hand, the readers of LongBench, LongBench v2 and LongMemEval, long prompts, and the judge."""
 
+import functools
 import http.server
 import json
 import sys
 import threading
 
+import command_line
 import pytest
 from tiny_models import byte_checkpoint, make
-from typer.testing import CliRunner
 
-from swa_jax.cli.main import app
 from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate import longbench_metrics as metrics
@@ -339,11 +339,7 @@ def test_a_judge_behind_an_endpoint(endpoint, monkeypatch) -> None:
 
 
 def test_questions_on_the_command_line(checkpoint, files) -> None:
-    def run(*arguments: object, status: int = 0) -> str:
-        result = CliRunner().invoke(app, ["evaluate", "questions", *map(str, arguments)], env={"COLUMNS": "200"})
-        assert result.exit_code == status, result.output
-        return result.output
-
+    run = functools.partial(command_line.run, "evaluate", "questions")
     out = files / "out"
     judge = script(files, "for a in answers: print('yes' if a['unanswerable'] else 'no')")
     options = ("--longmemeval", files / "memory.json", "--judge", judge, "--max-length", 800, "--out", out)

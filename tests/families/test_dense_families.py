@@ -57,7 +57,7 @@ def test_granite_swa_has_a_theta_for_each_layer():
         assert (model_config(hf), hf_pattern(hf), notice) == (config, pattern_of(letters), None)
         assert hf["layer_rope_theta"] == [50.0, 0, 1e4]
     assert config_of("granite_swa", layer_rope_theta=None, rope_theta=7.0).rope_theta == 7.0
-    assert config_of("granite_swa", layer_rope_theta=[0, 0, 0], rope_theta=7.0).rope_kinds == ("none",)
+    assert config_of("granite_swa", layer_rope_theta=[0, 0, 0], rope_theta=7.0).rope_layers == ("none",) * 3
     alike = config_of("granite_swa", layer_rope_theta=[7, 7, 7], rope_theta=3.0)
     assert alike == config_of("granite_swa", rope_theta=7.0)
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 9.0}

@@ -14,8 +14,6 @@ ROOT = Path(__file__).parents[2]
 NOT_READ = {
     ("_options", "version"),  # Typer: its callback reads it
     ("open", "mode"),  # fsspec
-    ("find_spec", "path"),  # Python's import
-    ("find_spec", "target"),
     ("draw", "out_sharding"),  # Flax's initializers
     ("_of_rows", "turned"),  # pallas_kernels/bench.py: all cases have them
     ("_decoding", "H"),
@@ -24,11 +22,14 @@ NOT_READ = {
 # (callee, option): of one name in its callers, but another thing.
 ANOTHER = {
     ("Elapsed", "work"),
-    ("Progress", "clock"),  # rich's
+    ("Progress", "at_once"),  # rich's
+    ("Progress", "clock"),
     ("Progress", "interval"),
     ("Progress", "quiet"),
     ("Table", "rows"),
+    ("make_mesh", "devices"),  # a list of them
     ("_bench", "documents"),
+    ("run", "dry_run"),
     ("run", "overrides"),
 }
 # (function, callee, option): the function decides.

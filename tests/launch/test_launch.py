@@ -49,7 +49,7 @@ def test_only_what_is_expected_is_a_sentence(capsys):
         list(zip([1], [1, 2], strict=True))
 
     assert main({"up": absent}, "", ["up", str(EXAMPLE)]) == 2
-    assert capsys.readouterr().err == "absent.yaml: No such file or directory\n"
+    assert capsys.readouterr().err == "absent.yaml does not exist: name one that does\n"
     with pytest.raises(ValueError, match="argument 2 is longer"):
         main({"up": broken}, "", ["up", str(EXAMPLE)])
 

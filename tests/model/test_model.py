@@ -333,6 +333,23 @@ def test_bfloat16_model_gives_float32_logits():
     assert 0 < difference.mean() < 0.2  # of logits of order ten
 
 
+def test_tokens_and_patterns_as_a_user_may_write_them():
+    model = model_of("window")
+    np.testing.assert_array_equal(model([[5, 6]]), model(jnp.array([[5, 6]])))
+    with pytest.raises(ConfigError, match=r"batch of sequences, \[B, T\], got the shape \(2,\); .* write tokens"):
+        model([5, 6])
+    with pytest.raises(ConfigError, match="sequences of one length: pad them"):
+        model([[5, 6], [7]])
+    before, window = model.pattern, model.pattern.sliding_window
+    model.pattern = "interleave-1-in-2"
+    assert (model.pattern.full_layers, model.pattern.sliding_window) == ((1, 3), window)
+    for wrong, sentence in (("windw", "did you mean 'window'"), (3, "an AttentionPattern or a recipe, got 3"),
+                            ("switch", "no routers"), (make("w"), "has 1 layers")):  # fmt: skip
+        with pytest.raises(ConfigError, match=sentence):
+            model.pattern = wrong
+    model.pattern = before
+
+
 @pytest.mark.parametrize("token", [61, 500, -1])
 def test_an_id_without_an_embedding(token):
     """One sentence where values are known; inside a compiled function they are not, and what sees it is no number."""

@@ -119,8 +119,11 @@ def test_options_win_over_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("recipe", "sentence"),
     [
-        ("windw", "unknown recipe 'windw'; did you mean 'window'?"),
-        ("swaa-trained-qualty", "unknown recipe 'swaa-trained-qualty'; did you mean 'swaa-trained-quality'?"),
+        ("windw", "'windw' is neither a recipe nor a .json file; did you mean 'window'?"),
+        (
+            "swaa-trained-qualty",
+            "'swaa-trained-qualty' is neither a recipe nor a .json file; did you mean 'swaa-trained-quality'?",
+        ),
         ("interleave", "recipe 'interleave' is incomplete: write it as in 'interleave-1-in-4'"),
         ("static-hybrid", "recipe 'static-hybrid' is incomplete: write it as in 'static-hybrid-1:3'"),
         ("layers:", "recipe 'layers:' is incomplete: write it as in 'layers:2,5'"),

@@ -30,6 +30,7 @@ from swa_jax.report import (
     training_curves,
 )
 from swa_jax.report.labels import apart, short_names
+from swa_jax.report.line_charts import loss_curve
 
 PNG = b"\x89PNG\r\n\x1a\n"
 MB = 2**20
@@ -89,6 +90,9 @@ PICTURES = {
         [{"step": i, "loss": 2.0 - i, "full_attention_ratio": 0.5} for i in (1, 2)], file
     ),
     "ratio": lambda file: layer_ratio_map(np.linspace(0, 1, 24).reshape(8, 3), 10, file, title="A title"),
+    "losses of a run": lambda file: loss_curve(
+        [{"step": i, ("validation_loss" if i % 50 == 0 else "loss"): 7 / (1 + i / 90)} for i in range(900)], file
+    ),
     "ten losses": lambda file: training_curves(LOSSES, 10, file, title="T", ylabel="Loss"),
     "two losses": lambda file: training_curves(
         {"one": [[3.0, 2.0], [3.1, 2.2]], "two": [[3.0, 2.0]], "three": [[3.0, 2.01]]},

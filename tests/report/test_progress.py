@@ -38,6 +38,18 @@ def test_without_a_terminal_a_line_at_the_first_step_then_every_30_seconds_and_a
     ]
 
 
+def test_what_is_over_soon_prints_no_line():
+    progress, clock, file = shown(False, at_once=False)
+    with progress:
+        for done in (0, 1, 2):
+            progress.update(done, 2)
+        assert file.getvalue() == ""
+        for done in (1, 2):
+            clock.now += 40
+            progress.update(done, 4)
+    assert file.getvalue().splitlines() == ["step 1/4  ETA 2 min", "step 2/4  ETA 1 min"]
+
+
 def test_the_end_is_said_once():
     progress, _, file = shown(False)
     with progress:

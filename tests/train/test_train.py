@@ -435,6 +435,7 @@ def test_the_held_out_loss_before_the_first_step_is_the_models_own_and_comes_onc
     loss = swa_jax.train.loop.make_validation_loss(run.model, config, None)
     expected = swa_jax.train.loop.held_out_loss(run, 0, loss, state)
     assert losses[0]["validation_loss"] == pytest.approx(expected, rel=1e-6)
+    assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

@@ -10,9 +10,7 @@ import typer
 
 from swa_jax.cli.evaluate import chains, efficiency, harness, needles, questions, routing, ruler, text
 from swa_jax.cli.evaluate.evaluation import Evaluation
-from swa_jax.cli.evaluate.old_form import OLD_SPELLINGS, in_old_form
 from swa_jax.cli.groups import Options, expand
-from swa_jax.cli.options import old_spellings
 
 
 def _recorded(measure: Callable[..., None]) -> Callable[..., None]:
@@ -29,16 +27,7 @@ def _recorded(measure: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-class Kinds(typer.core.TyperGroup):
-    """The kinds by name; `swa-jax evaluate CHECKPOINT --ruler TASK …`, as it was before, goes to `in-old-form`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        known = (*self.commands, "--help")
-        return super().parse_args(ctx, args if not args or args[0] in known else ["in-old-form", *args])
-
-
 app = typer.Typer(
-    cls=Kinds,
     no_args_is_help=True,
     help="Measure patterns of a model: needles, RULER, chains, perplexity, questions, problems, routing, speed, "
     "lm-eval tasks.",
@@ -53,11 +42,4 @@ for _kind in (
     efficiency.efficiency,
     harness.harness,
 ):
-    _name = _kind.__name__
-    app.command(_name, cls=old_spellings(OLD_SPELLINGS.get(_name, {})))(expand(_recorded(_kind)))
-app.command(
-    "in-old-form",
-    hidden=True,
-    add_help_option=False,
-    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
-)(in_old_form)
+    app.command()(expand(_recorded(_kind)))

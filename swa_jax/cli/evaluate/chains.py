@@ -10,7 +10,6 @@ from typer import Option
 
 from swa_jax.cli.evaluate.evaluation import Evaluation
 from swa_jax.cli.options import PROMPTS, fractions, note_context, numbers, text_files
-from swa_jax.errors import ConfigError
 
 DEFAULT_EXAMPLES = 50
 
@@ -59,14 +58,20 @@ def chains(
     from swa_jax.report.progress import counted
 
     places = None if depths is None else fractions(depths)
-    cells = chain_grid(numbers("--hops", hops), _rivals(rivals), sorted(numbers("--lengths", lengths)), places, sums)
+    cells = chain_grid(
+        numbers("--hops", hops, "1,2,3"),
+        numbers("--rivals", rivals, "0,3,15", least=0),
+        sorted(numbers("--lengths", lengths)),
+        places,
+        sums,
+    )
+    note_context(evaluation.models[0][1].config, max(cell.length for cell in cells))
     tokenizer = evaluation.tokenizer
     hay = None if haystack is None else Haystack(tokenizer, text_files(haystack))
     drawn = {
         cell: chain_examples(tokenizer, cell, num_examples=examples, gap=gap, haystack=hay, seed=evaluation.seed)
         for cell in cells
     }
-    note_context(evaluation.models[0][1].config, max(cell.length for cell in cells))
     rows: list[dict[str, Any]] = []
     with counted("chains, answered", len(cells) * examples * len(evaluation.models)) as advance:
         for name, model in evaluation.models:
@@ -76,9 +81,3 @@ def chains(
                 rows.append({"name": name} | plain.pop("cell") | {"gap": gap} | plain)
                 evaluation.save("chains", rows)
     evaluation.finish("chains", rows, chain_table)
-
-
-def _rivals(text: str) -> list[int]:
-    if not all(item.strip().isdecimal() for item in text.split(",")):
-        raise ConfigError(f"--rivals must be whole numbers such as 0,3,15, got '{text}'")
-    return [int(item) for item in text.split(",")]

@@ -165,7 +165,10 @@ class Evaluation(Options):
         """The tokens of a text, without start tokens: those stand before each sequence that it is cut into."""
         from swa_jax.data.haystack import read_text
 
-        return self.tokenizer.encode(read_text([text]))
+        tokens = self.tokenizer.encode(read_text([text]))
+        if not tokens:
+            raise ConfigError(f"{text} is empty: name a text with some words in it")
+        return tokens
 
     def save(self, key: str, rows: Sequence[dict[str, Any]]) -> None:
         """Write what is measured so far, so that an interruption does not cost it."""

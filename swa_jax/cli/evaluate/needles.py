@@ -43,8 +43,8 @@ def needles(
     places = fractions(depths)
     wrap = around.wrap(evaluation.checkpoint, "a needle's question")
     models, tokenizer = evaluation.models, evaluation.tokenizer
-    drawn = draw_needles(tokenizer, examples, length, keys, haystack, places, evaluation.seed, wrap)
     note_context(models[0][1].config, length)
+    drawn = draw_needles(tokenizer, examples, length, keys, haystack, places, evaluation.seed, wrap)
     note_whole_prompts([(name, model.pattern) for name, model in models], max(len(example.prompt) for example in drawn))
     longest = max(len(example.answer) for example in drawn)
     rows: list[dict[str, Any]] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
@@ -89,28 +89,19 @@ def routing(
     for _, model in models:
         check_routed(model.pattern)
     tokens = plain.tokens(evaluation)
+    note_context(models[0][1].config, max(plain.text_length if tokens else 0, *(grid.lengths if count else (0,))))
     cells: dict[Cell, list[Example]] = {}
     if ruler and count:
         for made in grid.fitting(tokenizer).cells(tokenizer):
             cells |= made
     elif count:
         cells = _needle_cells(tokenizer, grid, keys, prompts.haystack, evaluation.seed, wrap)
-    note_context(models[0][1].config, max([plain.text_length if tokens else 0, *(cell[1] for cell in cells)]))
-    rows, charts = [], []
-    start = tokenizer.start_ids
+    rows, charts, start = [], [], tokenizer.start_ids
+    about: dict[str, Any] = {"length": plain.text_length, "start": start, "batch_size": evaluation.batch_size}
     sequences = len(tokens) // max(1, plain.text_length - len(start)) + sum(map(len, cells.values()))
     with counted("sequences", sequences * len(models)) as advance:
         for name, model in models:
-            measured = measure_routing(
-                name,
-                model,
-                tokens,
-                cells,
-                length=plain.text_length,
-                start=start,
-                batch_size=evaluation.batch_size,
-                advance=advance,
-            )
+            measured = measure_routing(name, model, tokens, cells, **about, advance=advance)
             rows += measured.rows
             charts.append((measured.by_layer, measured.by_depth))
             evaluation.save("routing", rows)

@@ -196,8 +196,8 @@ def ruler(
     wrap = around.wrap(evaluation.checkpoint, "RULER's prompts")
     grid = prompts.grid(tasks or [ALL], depths, examples, evaluation.seed, wrap)
     models, tokenizer = evaluation.models, evaluation.tokenizer
-    grid = grid.fitting(tokenizer)
     note_context(models[0][1].config, max(grid.lengths))
+    grid = grid.fitting(tokenizer)
     by_model: list[list[dict[str, Any]]] = [[] for _ in models]
     rows: list[dict[str, Any]] = []
     with counted("RULER's prompts", grid.num_prompts * len(models)) as advance:
