@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # Panels of `--help`, in which options stand together.
 PATTERN, PROMPTS, RUNNING, OUTPUT = "Pattern", "Prompts", "Running", "Output"
 SERVING, CHAT = "Serving", "Chat"
+NO_WINDOW = "--window is missing: give it, as the model's own pattern has none"
 
 Model = Annotated[
     Path,

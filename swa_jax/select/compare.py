@@ -27,10 +27,10 @@ from swa_jax.model.cache import cache_bytes
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.select.method_table import By
-from swa_jax.select.methods import choose
+from swa_jax.select.methods import choose, find_method
 from swa_jax.select.score_file import content_key, digest, examples_sum
-from swa_jax.select.separation import doubt
+from swa_jax.select.separation import By, doubt
+from swa_jax.select.task import Task
 
 Row = Mapping[str, Any]
 
@@ -104,16 +104,21 @@ def compare(
         for name, pattern in patterns
     ]
     _check_separation({row["name"]: row for row in rows}, by, bool(methods) and not force, report)
-    for seed, method in itertools.product(draws, methods):
-        to_choose = [ratio for ratio in ratios if chosen_keys[method, ratio, seed] in missing]
-        chosen = choose(
-            method, model, draws[seed], to_choose, full_attention_decode=full_attention_decode, batch_size=batch_size,
-            sliding_window=sliding_window, num_sink_tokens=num_sink_tokens,  # type: ignore[arg-type]
-            iterations=iterations, by=by, seed=seed, evaluations=out / f"evaluations-{seed}-{masks[seed][:8]}.json",
-            weights=weights, progress=measure.while_choosing(f"{method}, seed {seed}"),
-        ) if to_choose else []  # fmt: skip
-        for ratio, pattern in zip(to_choose, chosen, strict=True):
-            measure.chosen(chosen_keys[method, ratio, seed], pattern, name=method, ratio=ratio, seed=seed)
+    for seed, drawn in draws.items():
+        task = Task(
+            model, drawn, sliding_window or 0, num_sink_tokens, full_attention_decode, batch_size, seed,
+            weights=weights, force=force,
+        )  # fmt: skip
+        for method in methods:
+            to_choose = [ratio for ratio in ratios if chosen_keys[method, ratio, seed] in missing]
+            if not to_choose:
+                continue
+            row = find_method(method)
+            task.file = row.keeps and out / f"scores-of-{row.keeps}-{seed}-{masks[seed][:8]}.json"
+            task.progress = measure.while_choosing(f"{method}, seed {seed}")
+            own = {name: value for name, value in {"iterations": iterations, "by": by}.items() if name in row.options}
+            for ratio, pattern in zip(to_choose, choose(method, task, to_choose, **own), strict=True):
+                measure.chosen(chosen_keys[method, ratio, seed], pattern, name=method, ratio=ratio, seed=seed)
     results.write_patterns(out / "patterns")
     results.note_others(report)
     return [*rows, *results.chosen]
