@@ -120,8 +120,8 @@ class Choice(Options):
         list[str] | None,
         Option(
             metavar="METHOD",
-            help="A method of `swa-jax select`, repeatable, or all of them: all. Without --pattern, the default is "
-            f"{DEFAULT['layers']}. There are {', '.join(METHODS)}.",
+            help="A method of `swa-jax select`, repeatable, or all of them: all. Default, without --pattern: "
+            f"{DEFAULT['layers']}. `swa-jax select --help` lists them.",
             show_default=False,
             rich_help_panel=CHOICE,
         ),
@@ -220,10 +220,8 @@ def compare(
 
     Run the same command again to go on after an interruption, or with more methods, ratios or seeds to add them.
     """
-    methods, _ = (
-        choice.methods(bool(candidates.pattern)),
-        prompts.kind,
-    )  # what is wrong with them is said before anything is loaded
+    # What is wrong with these is said before anything is loaded.
+    methods, _ = choice.methods(bool(candidates.pattern)), prompts.kind
     from swa_jax.checkpoint.folder import weights_sum
     from swa_jax.report.progress import Progress
     from swa_jax.select.compare import compare as run

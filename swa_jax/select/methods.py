@@ -270,7 +270,7 @@ _TABLE = (
            "(layers + 3) / 2 passes", _nll, **_LAYERS),
     Method("nll-greedy", "layers", "what making one layer full does for the answers, asked again after each layer chosen",
            "at most that for each layer chosen", _nll_greedy, {"tried": 0}, **_LAYERS),
-    Method("nll-gradient", "layers", "the same, of the four layers only that one gradient names (below 13 layers: of all)",
+    Method("nll-gradient", "layers", "the same, asked of the four layers only that one gradient names",
            "6 to 8 passes for each layer chosen", _nll_greedy, **_LAYERS),
     Method("nll-heads", "KV heads", "what making one head full does for the answers, of four that one gradient names",
            "8 passes or more a round", _nll_heads, told_by="loss", keeps="heads"),
