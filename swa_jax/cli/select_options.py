@@ -40,9 +40,7 @@ if TYPE_CHECKING:
 METHOD = "Method"  # a panel: the options of one method's own
 
 Out = Annotated[Path, Option(help="The pattern's JSON file. The picture goes beside it.", rich_help_panel=OUTPUT)]
-FaDecode = Annotated[
-    bool, Option("--fa-decode", help="Answers see everything, in scoring too.", rich_help_panel=PATTERN)
-]
+FaDecode = Annotated[bool, Option("--fa-decode", help="Answers see everything.", rich_help_panel=PATTERN)]
 Force = Annotated[bool, Option("--force", help="Choose also where the prompts tell nothing.", rich_help_panel=OUTPUT)]
 ResumeFile = Annotated[
     Path | None,
@@ -113,9 +111,7 @@ class Budget(Options):
 
     ratio: Annotated[
         float | None,
-        Option(
-            metavar="SHARE", help="Share that is windowed.", min=0, max=1, show_default=False, rich_help_panel=PATTERN
-        ),
+        Option(metavar="SHARE", help="Share that is windowed.", show_default=False, rich_help_panel=PATTERN),
     ] = None
     budget: Annotated[
         int | None, Option(metavar="N", help="Or: how many stay full.", min=0, rich_help_panel=PATTERN)
@@ -125,12 +121,7 @@ class Budget(Options):
     ] = None
     kv_budget: Annotated[
         float | None,
-        Option(
-            metavar="SHARE",
-            help="Or: the share of the full cache that they fit.",
-            show_default=False,
-            rich_help_panel=PATTERN,
-        ),
+        Option(metavar="SHARE", help="Or: share of the full cache.", show_default=False, rich_help_panel=PATTERN),
     ] = None
     server: Server = None
     serve_length: ServeLength = None
@@ -141,11 +132,15 @@ class Budget(Options):
             raise ConfigError(
                 f"give exactly one of --ratio, --budget, --one-in and --kv-budget: how many {unit} stay full"
             )
+        if self.ratio is not None and not 0 <= self.ratio <= 1:
+            raise ConfigError(f"--ratio is {self.ratio:g}: the share of windowed {unit} must lie between 0 and 1")
         if self.kv_budget is None:
             given = {"--for": self.server, "--serve-length": self.serve_length}
             idle = next((option for option, value in given.items() if value is not None), None)
             if idle is not None:
                 raise ConfigError(f"{idle} says where or how the cache of --kv-budget is counted: give that too")
+        elif self.server is not None and unit == "KV heads":
+            raise ConfigError(f"--for {self.server} runs no single full heads: leave it out, or choose layers")
         elif not 0 < self.kv_budget <= 1:
             raise ConfigError(f"--kv-budget is {self.kv_budget:g}: give a share above 0 and at most 1")
 
@@ -208,7 +203,7 @@ def write_choice(pattern: AttentionPattern, config: ModelConfig, out: Path) -> N
         axis = {"axis": "Attention on sink tokens\nand recent keys"} if "recent_keys" in said else {}
         layer_scores_chart(scores, pattern.full_layers, picture, title=f"{said['method']}: each layer's score", **axis)
     else:
-        full = head_mask(pattern, config.common_kv_heads)
+        full = head_mask(pattern, config.most_kv_heads)
         title = f"{said['method']}: {int((~full).sum())} of {full.size} KV heads windowed"
         larger = said.get("larger_is_local")
         head_map(full, picture, title=title, scores=None if larger is None else said["scores"], larger_is_local=larger)

@@ -51,7 +51,22 @@ def _scorer(task: Task, score_fa_decode: bool | None, toggles_at_once: int) -> L
     )  # fmt: skip
     if scorer.num_known:
         task.report(f"{task.file} has the scores of {scorer.num_known} examples: going on from there")
+    _check_told(task, "loss", scorer.full_attention_decode)
     return scorer
+
+
+def _check_told(task: Task, by: By, full_attention_decode: bool) -> None:
+    """Stop where the examples do not tell full attention from windows: two passes before a search of hundreds."""
+    queries = (len(e.prompt) + (0 if full_attention_decode else len(e.answer) - 1) for e in task.examples)
+    if max(queries) <= task.sliding_window + task.num_sink_tokens:
+        task.refuse(f"the window of {task.sliding_window} keys holds whole prompts")
+        return
+    full, windowed = task.ends(full_attention_decode)
+    found = doubt(*((one.right if by == "answers" else one.nll) for one in (full, windowed)), by)
+    if found is not None:
+        task.refuse(found.reason, found.advice)
+    elif any(e.value is not None for e in task.examples) and (found := weakness(full.right)) is not None:
+        task.report(f"{found.reason}: {found.advice}")
 
 
 def _nll(
@@ -93,6 +108,7 @@ def _masks(task: Task, by: By) -> MaskEvaluator:
     )  # fmt: skip
     if evaluate.num_evaluations:
         task.report(f"{task.file} has the scores of {evaluate.num_evaluations} masks: going on from there")
+    _check_told(task, by, task.full_attention_decode)
     return evaluate
 
 
@@ -181,8 +197,11 @@ def _bosch(
 
 
 def _static(task: Task, ratios: Sequence[float], *, method: Any) -> Ranking:
-    from swa_jax.select.static import LARGER_IS_LOCAL, static_scores
+    from swa_jax.select.static import IN_WINDOW, LARGER_IS_LOCAL, static_scores
 
+    longest = max((len(e.prompt) + len(e.answer) for e in task.examples), default=0)
+    if method in IN_WINDOW and longest <= task.sliding_window:
+        task.refuse(f"the window of {task.sliding_window} keys holds whole prompts, so that every head is local")
     scores = static_scores(
         task.model, task.examples, method, **task.scoring, seed=task.seed, progress=task.progress
     )  # fmt: skip
@@ -196,6 +215,7 @@ def _gates(
 ) -> list[Chosen]:
     from swa_jax.select.gates import gate_logits
 
+    _check_told(task, "loss", task.full_attention_decode)
     found = []
     for ratio in ratios:
         scores = gate_logits(
@@ -237,8 +257,6 @@ class Method(NamedTuple):
       name: everywhere: of the command, of `compare --method`, in results and in `provenance`.
       by: what the choice goes by; costs: passes over the examples. Both stand in the docs.
       run: its runner; fixed: the runner's arguments that make this method of its family.
-      told_by: what must tell full attention from windows on the examples: the answers' loss, right answers (`By`), or
-        the window itself, which must not hold whole prompts.
       keeps: what its file of scores holds, if a search may go on from there.
       meshes: whether it runs on several devices.
     """
@@ -249,7 +267,6 @@ class Method(NamedTuple):
     costs: str
     run: Callable[..., Ranking | list[Chosen]]
     fixed: Mapping[str, Any] = {}
-    told_by: By | Literal["window"] | None = None
     keeps: Literal["layers", "heads", "masks"] | None = None
     meshes: bool = False
 
@@ -263,17 +280,17 @@ class Method(NamedTuple):
 
 
 _ROWS, _SEARCH = "one pass with whole attention rows", "hundreds to thousands of passes"
-_LAYERS: dict[str, Any] = {"told_by": "loss", "keeps": "layers", "meshes": True}
-_BOSCH: dict[str, Any] = {"told_by": "answers", "keeps": "masks"}
+_LAYERS: dict[str, Any] = {"keeps": "layers", "meshes": True}
+_BOSCH: dict[str, Any] = {"keeps": "masks"}
 _TABLE = (
     Method("nll", "layers", "what making one layer full, all others windowed, does for the answers",
            "(layers + 3) / 2 passes", _nll, **_LAYERS),
-    Method("nll-greedy", "layers", "what making one layer full does for the answers, asked again after each layer chosen",
+    Method("nll-greedy", "layers", "what making one more layer full does, asked again after each layer chosen",
            "at most that for each layer chosen", _nll_greedy, {"tried": 0}, **_LAYERS),
-    Method("nll-gradient", "layers", "the same, asked of the four layers only that one gradient names",
+    Method("nll-gradient", "layers", "what making one more layer full does, of four that one gradient names",
            "6 to 8 passes for each layer chosen", _nll_greedy, **_LAYERS),
-    Method("nll-heads", "KV heads", "what making one head full does for the answers, of four that one gradient names",
-           "8 passes or more a round", _nll_heads, told_by="loss", keeps="heads"),
+    Method("nll-heads", "KV heads", "what making one more head full does, of four that one gradient names",
+           "8 passes or more a round", _nll_heads, keeps="heads"),
     Method("light-transfer", "layers", "how much the last queries look at near keys anyway", "one pass",
            _light_transfer),
     Method("bosch", "KV heads", "a search over which heads are windowed, scored by answers that are right", _SEARCH,
@@ -286,23 +303,23 @@ _TABLE = (
            _bosch, {"variant": "multi"}, **_BOSCH),
     Method("bosch-layer", "layers", "BOSCH's search over whole layers", _SEARCH,
            _bosch, {"variant": "layer"}, **_BOSCH),
-    Method("dcam", "KV heads", "attention inside the window", _ROWS, _static, {"method": "dcam"}, "window"),
+    Method("dcam", "KV heads", "attention inside the window", _ROWS, _static, {"method": "dcam"}),
     Method("apl", "KV heads", "how far back the last token looks most", _ROWS, _static, {"method": "apl"}),
     Method("proxy", "KV heads", "how few blocks of keys a head needs", _ROWS, _static, {"method": "proxy"}),
     Method("qada", "KV heads", "attention inside the window, that outside estimated", _ROWS,
-           _static, {"method": "qada"}, "window"),
+           _static, {"method": "qada"}),
     Method("razor", "KV heads", "how much a head looks back to earlier occurrences of a token, in random text",
            "one pass", _static, {"method": "razor"}),
     Method("fisher", "KV heads", "whether the answers depend on attention outside the window",
-           "one pass and its gradient", _static, {"method": "fisher"}, "window"),
+           "one pass and its gradient", _static, {"method": "fisher"}),
     Method("fisher-text", "KV heads", "as `fisher`, of all tokens in place of the answers'",
-           "one pass and its gradient", _static, {"method": "fisher-text"}, "window"),
+           "one pass and its gradient", _static, {"method": "fisher-text"}),
     Method("kl", "KV heads", "how far windowing one head alone moves the full model's predictions",
-           "a pass for each head", _static, {"method": "kl"}, "window"),
+           "a pass for each head", _static, {"method": "kl"}),
     Method("kl-layers", "layers", "how far windowing one layer alone moves the full model's predictions",
-           "a pass for each layer", _static, {"method": "kl-layers"}, "window"),
+           "a pass for each layer", _static, {"method": "kl-layers"}),
     Method("gates", "KV heads", "gates between full and window attention, learned by the answers' loss",
-           "200 steps of training", _gates, told_by="loss"),
+           "200 steps of training", _gates),
     Method("random", "layers", "chance", "nothing", _by_place, {"kind": "random"}),
     Method("random-heads", "KV heads", "chance", "nothing", _by_place, {"kind": "random-heads"}),
     Method("begin-middle-end", "layers", "place: at the start, in the middle and at the end", "nothing",
@@ -327,7 +344,6 @@ def find_method(name: str) -> Method:
 def rank(method: str, task: Task, ratios: Sequence[float], **options: Any) -> Ranking | list[Chosen]:
     """What a method finds: layers or heads in order, or a mask for each ratio. Arguments and errors as in `choose`."""
     row = find_method(method)
-    _refuse(task, row, **options)
     return row.run(task, ratios, **row.fixed, **options)
 
 
@@ -358,28 +374,6 @@ def choose(method: str, task: Task, ratios: Sequence[float], **options: Any) -> 
         pattern = head_pattern(full, task.sliding_window, task.num_sink_tokens, provenance)
         patterns.append(dataclasses.replace(pattern, full_attention_decode=task.full_attention_decode))
     return patterns
-
-
-def _refuse(task: Task, row: Method, *, by: By | None = None, score_fa_decode: bool | None = None, **_: Any) -> None:
-    """Stop where the examples do not tell full attention from windows: two passes before a search of hundreds."""
-    if row.told_by is None:
-        return
-    if row.told_by == "window":
-        if max(len(e.prompt) + len(e.answer) for e in task.examples) <= task.sliding_window:
-            task.refuse(f"the window of {task.sliding_window} keys holds whole prompts, so that every head is local")
-        return
-    decode = task.full_attention_decode if score_fa_decode is None else score_fa_decode
-    queries = (len(e.prompt) + (0 if decode else len(e.answer) - 1) for e in task.examples)
-    if max(queries) <= task.sliding_window + task.num_sink_tokens:
-        task.refuse(f"the window of {task.sliding_window} keys holds whole prompts")
-        return
-    by = by or row.told_by
-    full, windowed = task.ends(decode)
-    found = doubt(*((one.right if by == "answers" else one.nll) for one in (full, windowed)), by)
-    if found is not None:
-        task.refuse(found.reason, found.advice)
-    elif any(e.value is not None for e in task.examples) and (found := weakness(full.right)) is not None:
-        task.report(f"{found.reason}: {found.advice}")
 
 
 def methods_table() -> str:

@@ -56,6 +56,8 @@ LARGER_IS_LOCAL: dict[StaticMethod, bool] = {
     "kl": False,
     "kl-layers": False,
 }
+# The same for all heads where the window holds everything.
+IN_WINDOW: tuple[StaticMethod, ...] = ("dcam", "qada", "fisher", "fisher-text", "kl", "kl-layers")
 OF_THE_PAPER: tuple[StaticMethod, ...] = ("dcam", "apl", "proxy", "qada", "razor", "fisher")
 PROXY_BLOCK, PROXY_MASS = 64, 0.9
 QADA_BUFFER = 64
