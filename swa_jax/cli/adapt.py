@@ -226,7 +226,10 @@ def demo(
     """Adapt the bundled model `chains` in a few minutes: which of its eight layers need full attention?"""
     from swa_jax.adapt.job import Settings
 
-    carry_out_and_report(Settings("chains", out, 0.6, length=384, windows=(32,), examples=24))
+    # Few prompts to measure on; enough to choose by.
+    carry_out_and_report(
+        Settings("chains", out, 0.6, length=384, windows=(32,), effort="full", choose_by=12, examples=24)
+    )
     typer.echo(
         f"Open the report in a browser. Next, adapt a model of your own: swa-jax adapt MODEL OUT --kv-budget 0.3\n"
         f"Or see what each method would choose: swa-jax compare chains --pattern {out}/pattern.json --window 32 "

@@ -110,15 +110,10 @@ def compare(
             weights=weights, force=force,
         )  # fmt: skip
         for method in methods:
-            to_choose = [ratio for ratio in ratios if chosen_keys[method, ratio, seed] in missing]
-            if not to_choose:
-                continue
-            row = find_method(method)
-            task.file = row.keeps and out / f"scores-of-{row.keeps}-{seed}-{masks[seed][:8]}.json"
-            task.progress = measure.while_choosing(f"{method}, seed {seed}")
-            own = {name: value for name, value in {"iterations": iterations, "by": by}.items() if name in row.options}
-            for ratio, pattern in zip(to_choose, choose(method, task, to_choose, **own), strict=True):
-                measure.chosen(chosen_keys[method, ratio, seed], pattern, name=method, ratio=ratio, seed=seed)
+            wanted = {ratio: key for ratio in ratios if (key := chosen_keys[method, ratio, seed]) in missing}
+            if wanted:
+                kept = out / f"scores-{seed}-{masks[seed][:8]}.json"
+                measure.choose(method, task, wanted, kept, iterations=iterations, by=by)
     results.write_patterns(out / "patterns")
     results.note_others(report)
     return [*rows, *results.chosen]
@@ -148,10 +143,19 @@ class _Measurement:
         self.progress(self.done, self.total)
         return self.results.add(key, row)
 
-    def chosen(self, key: str, pattern: AttentionPattern, **names: Any) -> None:
-        """Score what a method chose, under `eval_window` if that is given."""
-        window = pattern.sliding_window if self.eval_window is None else self.eval_window
-        self(key, dataclasses.replace(pattern, sliding_window=window), pattern, **names)
+    def choose(self, method: str, task: Task, keys: Mapping[float, str], kept: Path, **options: Any) -> None:
+        """Let a method choose at each ratio of `keys`, and score that, under `eval_window` if that is given.
+
+        `kept` names the file of a search's scores; of `options`, a method takes what it has.
+        """
+        row = find_method(method)
+        task.file = row.keeps and kept.with_stem(f"{row.keeps}-{kept.stem}")
+        task.progress = self.while_choosing(f"{method}, seed {task.seed}")
+        own = {name: value for name, value in options.items() if name in row.options}
+        for (ratio, key), pattern in zip(keys.items(), choose(method, task, list(keys), **own), strict=True):
+            window = pattern.sliding_window if self.eval_window is None else self.eval_window
+            scored = dataclasses.replace(pattern, sliding_window=window)
+            self(key, scored, pattern, name=method, ratio=ratio, seed=task.seed)
 
     def while_choosing(self, method: str) -> Callable[[int, int], None]:
         """Takes how far a method has come with its choice."""

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from command_line import run
-from planted import LAYERS, WINDOW_SIZE, planted_examples, planted_model
+from planted import KV_HEADS, LAYERS, WINDOW_SIZE, planted_examples, planted_model
 
 from swa_jax.adapt.search import EFFORTS, Point, Search, fitting
 from swa_jax.adapt.tasks import Task as Asked
@@ -15,6 +15,7 @@ from swa_jax.checkpoint.served_cache import Memory
 from swa_jax.errors import ConfigError
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select import gates
+from swa_jax.select.heads import head_mask
 from swa_jax.select.methods import DEFAULT, METHODS, choose, methods_table
 from swa_jax.select.task import Ranking, Task
 
@@ -63,24 +64,16 @@ def test_adapt_chooses_what_select_does(model, tmp_path, unit):
     memory = Memory(model.config, {}, 49)
     point = Point(DEFAULT[unit], WINDOW_SIZE)
     pattern = fitting(point, memory, 0.5)
-    full = (
-        len(pattern.full_layers)
-        if unit == "layers"
-        else int(sum(pattern.full_head_counts)) + 4 * len(pattern.full_layers)
-    )
+    heads = 1 if unit == "layers" else KV_HEADS
+    full = int(head_mask(pattern, KV_HEADS).sum()) * heads // KV_HEADS
     effort = EFFORTS["normal"]._replace(rank_by=16)
     space = SimpleNamespace(start=point, most=full)
     said = (lambda _: None), (lambda *_: None)
     tasks = [Asked("a", "", "", planted_examples())]
     search = Search(model, tasks, {}, memory, 0.5, space, tmp_path, "k" * 32, 16, effort, 0, *said)
     search._rank()
-    total = LAYERS * (1 if unit == "layers" else 4)
-    (wanted,) = choose(
-        DEFAULT[unit],
-        Task(model, planted_examples(), WINDOW_SIZE, batch_size=16),
-        [1 - full / total],
-        rounds=effort.rounds,
-    )
+    task = Task(model, planted_examples(), WINDOW_SIZE, batch_size=16)
+    (wanted,) = choose(DEFAULT[unit], task, [1 - full / (LAYERS * heads)], rounds=effort.rounds)
     assert search._pattern(point) == wanted
 
 
@@ -124,5 +117,24 @@ def test_an_unknown_method_names_the_nearest(model):
 # ---- what docs/selection.md says of methods ----
 
 
-def test_the_table_of_methods_is_the_one_declared():
-    assert methods_table() in (ROOT / "docs" / "selection.md").read_text()
+def advice() -> str:
+    """Numbers found with 1/2, 1/4 and 1/8 full, from docs/data/choices-on-chains.json and the page on real models."""
+    docs = {file: file.read_text() for file in ROOT.glob("docs/**/*.md")}
+    header = "| method | 1/2 full | 1/4 full | 1/8 full |"
+    (page,) = (text for text in docs.values() if header in text)
+    found = [{}]
+    for row in json.loads((ROOT / "docs" / "data" / "choices-on-chains.json").read_text())["rows"]:
+        found[0].setdefault(row["method"], []).append(f"{row['found']:.0%}"[:-1])
+    for table in page.split(header)[1:]:
+        rows = (line.strip("| ").split(" | ") for line in table.split("\n\n")[0].splitlines()[2:])
+        found.append({name.strip("`"): [cell.split(" %")[0] for cell in cells] for name, *cells in rows})
+    lines = ["| method | chooses | chains | SmolLM2 | Gemma 3 | costs |", "|---|---|---|---|---|---|"]
+    for name in found[0]:
+        cells = [", ".join(model[name]) if name in model else "" for model in found]
+        lines.append(f"| `{name}` | {METHODS[name].chooses} | {' | '.join(cells)} | {METHODS[name].costs} |")
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("table", [methods_table, advice])
+def test_the_tables_of_the_page_are_made_anew(table):
+    assert table() in (ROOT / "docs" / "selection.md").read_text(), f"docs/selection.md must have\n{table()}"
