@@ -88,8 +88,8 @@ def compare(
     if methods and sliding_window is None:
         raise ConfigError("sliding_window is missing: methods need to know what a windowed head sees")
     draws = {seed: draw(seed) for seed in (seeds if methods else ())}
-    scoring = [sliding_window, num_sink_tokens, full_attention_decode, by]  # of masks
-    masks = {seed: digest([scored_on, examples_sum(drawn), *scoring]) for seed, drawn in draws.items()}
+    scoring = [scored_on, sliding_window, num_sink_tokens, full_attention_decode, by]
+    masks = {seed: digest([*scoring, examples_sum(drawn)]) for seed, drawn in draws.items()}
     keys = {name: digest([scored_on, _content(pattern)]) for name, pattern in patterns}
     chosen_keys = {
         (method, ratio, seed): digest([masks[seed], choice, method, ratio, seed])
@@ -97,8 +97,7 @@ def compare(
     }
     missing = {key for key in [*keys.values(), *chosen_keys.values()] if results.find(key) is None}
     about = {"scored_on": scored_on, "settings": dict(settings) | choice}
-    total = len(missing)
-    measure = _Measurement(model, held_out, eval_window, batch_size, about, results, total, report, progress)
+    measure = _Measurement(model, held_out, eval_window, batch_size, about, results, len(missing), report, progress)
     rows = [
         results.find(keys[name], name=name) or measure(keys[name], pattern, pattern, name=name)
         for name, pattern in patterns
@@ -112,8 +111,7 @@ def compare(
         for method in methods:
             wanted = {ratio: key for ratio in ratios if (key := chosen_keys[method, ratio, seed]) in missing}
             if wanted:
-                kept = out / f"scores-{seed}-{masks[seed][:8]}.json"
-                measure.choose(method, task, wanted, kept, iterations=iterations, by=by)
+                measure.choose(method, task, wanted, out / f"{masks[seed][:8]}.json", iterations=iterations, by=by)
     results.write_patterns(out / "patterns")
     results.note_others(report)
     return [*rows, *results.chosen]
@@ -149,7 +147,7 @@ class _Measurement:
         `kept` names the file of a search's scores; of `options`, a method takes what it has.
         """
         row = find_method(method)
-        task.file = row.keeps and kept.with_stem(f"{row.keeps}-{kept.stem}")
+        task.file = row.keeps and kept.with_stem(f"scores-{row.keeps}-{task.seed}-{kept.stem}")
         task.progress = self.while_choosing(f"{method}, seed {task.seed}")
         own = {name: value for name, value in options.items() if name in row.options}
         for (ratio, key), pattern in zip(keys.items(), choose(method, task, list(keys), **own), strict=True):
