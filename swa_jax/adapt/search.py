@@ -258,10 +258,17 @@ class Search:
         ]
         name = digest([self.key, dataclasses.asdict(start), effort.rank_by])[:8]
         task = Choice(
-            self.model, examples, start.sliding_window, start.num_sink_tokens, batch_size=self.batch_size,
-            seed=self.seed, file=self.folder / f"ranked-{name}.json", weights=self.key, progress=self.progress,
+            self.model,
+            examples,
+            start.sliding_window,
+            start.num_sink_tokens,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            file=self.folder / f"ranked-{name}.json",
+            weights=self.key,
+            progress=self.progress,
             force=True,  # whether the tasks tell anything was asked before the search
-        )  # fmt: skip
+        )
         total = layers = self.memory.config.num_hidden_layers
         own: dict[str, Any] = {"tried": effort.tried or 0, "rounds": effort.rounds}
         if start.layout == BY_HEADS:

@@ -92,9 +92,17 @@ def select(
     sinks = pattern.num_sink_tokens if sink_tokens is None else sink_tokens
     ratio = budget.ratio_of(method.chooses, config, source.hf_config, examples.length, window, sinks, fa_decode)
     task = Task(
-        source, [], window, sinks, fa_decode, batch_size, examples.seed, partition=partition, force=force,  # type: ignore[arg-type]
+        source,
+        [],
+        window,
+        sinks,
+        fa_decode,
+        batch_size,
+        examples.seed,
+        partition=partition,
+        force=force,  # type: ignore[arg-type]
         report=functools.partial(typer.echo, err=True),
-    )  # fmt: skip
+    )
     if method.name not in BY_PLACE:
         task.model, tokenizer = load_checkpoint(folder, dtype, partition)
         task.examples, task.data = examples.draw(folder, tokenizer, config)

@@ -104,10 +104,8 @@ def compare(
     ]
     _check_separation({row["name"]: row for row in rows}, by, bool(methods) and not force, report)
     for seed, drawn in draws.items():
-        task = Task(
-            model, drawn, sliding_window or 0, num_sink_tokens, full_attention_decode, batch_size, seed,
-            weights=weights, force=force,
-        )  # fmt: skip
+        task = Task(model, drawn, sliding_window or 0, num_sink_tokens, full_attention_decode, batch_size, seed)
+        task.weights, task.force = weights, force
         for method in methods:
             wanted = {ratio: key for ratio in ratios if (key := chosen_keys[method, ratio, seed]) in missing}
             if wanted:

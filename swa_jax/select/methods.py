@@ -46,9 +46,14 @@ def _scorer(task: Task, score_fa_decode: bool | None, toggles_at_once: int) -> L
 
     scoring = task.scoring | ({} if score_fa_decode is None else {"full_attention_decode": score_fa_decode})
     scorer = LayerScorer(
-        task.model, task.examples, **scoring, toggles_at_once=toggles_at_once, partition=task.partition, file=task.file,
+        task.model,
+        task.examples,
+        **scoring,
+        toggles_at_once=toggles_at_once,
+        partition=task.partition,
+        file=task.file,
         weights=task.weights,
-    )  # fmt: skip
+    )
     if scorer.num_known:
         task.report(f"{task.file} has the scores of {scorer.num_known} examples: going on from there")
     _check_told(task, "loss", scorer.full_attention_decode)
@@ -103,9 +108,7 @@ def _nll_greedy(
 def _masks(task: Task, by: By) -> MaskEvaluator:
     from swa_jax.select.evaluator import MaskEvaluator
 
-    evaluate = MaskEvaluator(
-        task.model, task.examples, **task.scoring, by=by, file=task.file, weights=task.weights
-    )  # fmt: skip
+    evaluate = MaskEvaluator(task.model, task.examples, **task.scoring, by=by, file=task.file, weights=task.weights)
     if evaluate.num_evaluations:
         task.report(f"{task.file} has the scores of {evaluate.num_evaluations} masks: going on from there")
     _check_told(task, by, task.full_attention_decode)
@@ -126,9 +129,12 @@ def _nll_heads(
     most = max(1, *(num_full(ratio, total) for ratio in ratios))
     try:
         found = greedy_heads(
-            evaluate, most, tried=total if tried == 0 else tried or TRIED, rounds=rounds or ROUNDS,
+            evaluate,
+            most,
+            tried=total if tried == 0 else tried or TRIED,
+            rounds=rounds or ROUNDS,
             progress=task.progress,
-        )  # fmt: skip
+        )
     finally:
         evaluate.save()
     return Ranking(found.order, evaluate.shape, {"gradients": found.gradients})
@@ -150,9 +156,14 @@ def _light_transfer(
     if max(len(example.prompt) for example in task.examples) <= recent + lazy_sinks:
         task.refuse(f"the {recent} keys of --recent reach over whole prompts, so that every layer is lazy")
     lazy = lazy_ratios(
-        task.model, task.examples, last_queries=last, num_sink_tokens=lazy_sinks, recent_keys=recent,
-        batch_size=task.batch_size, progress=task.progress,
-    )  # fmt: skip
+        task.model,
+        task.examples,
+        last_queries=last,
+        num_sink_tokens=lazy_sinks,
+        recent_keys=recent,
+        batch_size=task.batch_size,
+        progress=task.progress,
+    )
     said = {"last_queries": last, "sink_tokens": lazy_sinks, "recent_keys": recent, "scores": lazy.mean.tolist()}
     intervals = {"intervals": [one.interval for one in lazy.intervals()]}
     return Ranking(_ranked(-lazy.mean), (len(lazy.mean), 1), said | intervals)
@@ -178,9 +189,12 @@ def _bosch(
         for ratio in ratios:
             chosen = bosch(evaluate, ratio, progress=task.progress, **settings)
             said = chosen.provenance | {
-                "scored_by": by, "iterations_a_layer": iterations, "optimizer": optimizer,
-                "evaluations": evaluate.num_evaluations, "seconds": round(evaluate.seconds, 1),
-            }  # fmt: skip
+                "scored_by": by,
+                "iterations_a_layer": iterations,
+                "optimizer": optimizer,
+                "evaluations": evaluate.num_evaluations,
+                "seconds": round(evaluate.seconds, 1),
+            }
             found.append((chosen.full, said))
             what = "answers right" if by == "answers" else "likelihood of the answers"
             task.report(
@@ -202,9 +216,7 @@ def _static(task: Task, ratios: Sequence[float], *, method: Any) -> Ranking:
     longest = max((len(e.prompt) + len(e.answer) for e in task.examples), default=0)
     if method in IN_WINDOW and longest <= task.sliding_window:
         task.refuse(f"the window of {task.sliding_window} keys holds whole prompts, so that every head is local")
-    scores = static_scores(
-        task.model, task.examples, method, **task.scoring, seed=task.seed, progress=task.progress
-    )  # fmt: skip
+    scores = static_scores(task.model, task.examples, method, **task.scoring, seed=task.seed, progress=task.progress)
     if (scores == scores[0, 0]).all():
         task.refuse("every head has the same score")
     return _by_scores(scores, LARGER_IS_LOCAL[method])
@@ -219,9 +231,14 @@ def _gates(
     found = []
     for ratio in ratios:
         scores = gate_logits(
-            task.model, task.examples, full_share=1 - ratio, **task.scoring, steps=steps, seed=task.seed,
+            task.model,
+            task.examples,
+            full_share=1 - ratio,
+            **task.scoring,
+            steps=steps,
+            seed=task.seed,
             progress=task.progress,
-        )  # fmt: skip
+        )
         mask, said = _by_scores(scores, larger_is_local=False).first(ratio)
         found.append((mask, said | {"steps": steps}))
     return found
@@ -367,10 +384,15 @@ def choose(method: str, task: Task, ratios: Sequence[float], **options: Any) -> 
     patterns = []
     for (full, said), ratio in zip(masks, ratios, strict=True):
         provenance = {
-            "method": method, "ratio": ratio, "data": task.data, "num_examples": len(task.examples), "seed": task.seed,
+            "method": method,
+            "ratio": ratio,
+            "data": task.data,
+            "num_examples": len(task.examples),
+            "seed": task.seed,
             "seconds": round(time.monotonic() - begin, 1),
-            **({"windowed_heads": int((~full).sum())} if full.shape[1] > 1 else {}), **said,
-        }  # fmt: skip
+            **({"windowed_heads": int((~full).sum())} if full.shape[1] > 1 else {}),
+            **said,
+        }
         pattern = head_pattern(full, task.sliding_window, task.num_sink_tokens, provenance)
         patterns.append(dataclasses.replace(pattern, full_attention_decode=task.full_attention_decode))
     return patterns
