@@ -140,7 +140,6 @@ def _header(column: Column, narrow: bool) -> str:
 
 
 NEEDLES_FOUND = ("Needles found", "share of hidden numbers the model repeats correctly")
-ANSWERS_RIGHT = ("Answers right", "share of questions the model answers correctly")
 
 
 def pattern_table(rows: Sequence[Row], found: tuple[str, str] = NEEDLES_FOUND) -> Table:
