@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 from typer import Option
@@ -38,6 +38,9 @@ from swa_jax.errors import ConfigError
 from swa_jax.select.methods import BY_PLACE, DEFAULT, METHODS, Method, choose
 from swa_jax.select.task import Task
 from swa_jax.settings import nearest
+
+if TYPE_CHECKING:
+    from swa_jax.model.decoder import Decoder
 
 
 class Methods(typer.core.TyperGroup):
@@ -91,18 +94,9 @@ def select(
         raise ConfigError(NO_WINDOW)
     sinks = pattern.num_sink_tokens if sink_tokens is None else sink_tokens
     ratio = budget.ratio_of(method.chooses, config, source.hf_config, examples.length, window, sinks, fa_decode)
-    task = Task(
-        source,
-        [],
-        window,
-        sinks,
-        fa_decode,
-        batch_size,
-        examples.seed,
-        partition=partition,
-        force=force,  # type: ignore[arg-type]
-        report=functools.partial(typer.echo, err=True),
-    )
+    bare = cast("Decoder", source)  # its config is what methods by place read
+    task = Task(bare, [], window, sinks, fa_decode, batch_size, examples.seed, partition=partition, force=force)
+    task.report = functools.partial(typer.echo, err=True)
     if method.name not in BY_PLACE:
         task.model, tokenizer = load_checkpoint(folder, dtype, partition)
         task.examples, task.data = examples.draw(folder, tokenizer, config)

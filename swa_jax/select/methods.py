@@ -67,7 +67,8 @@ def _check_told(task: Task, by: By, full_attention_decode: bool) -> None:
         task.refuse(f"the window of {task.sliding_window} keys holds whole prompts")
         return
     full, windowed = task.ends(full_attention_decode)
-    found = doubt(*((one.right if by == "answers" else one.nll) for one in (full, windowed)), by)
+    all_full, none_full = (one.right if by == "answers" else one.nll for one in (full, windowed))
+    found = doubt(all_full, none_full, by)
     if found is not None:
         task.refuse(found.reason, found.advice)
     elif any(e.value is not None for e in task.examples) and (found := weakness(full.right)) is not None:
