@@ -47,11 +47,13 @@ def test_select_and_compare_choose_what_choose_does(planted, model, tmp_path, na
     """From the same inputs, sink tokens and full-attention decode among them."""
     monkeypatch.setattr(gates, "gate_logits", lambda *a, steps, logits=gates.gate_logits, **o: logits(*a, steps=2, **o))
     fewer = {"iterations": 2} if "iterations" in METHODS[name].options else {}
-    task = Task(model, planted_examples(), WINDOW_SIZE, 1, True, batch_size=16, seed=3)
+    task = Task(
+        model, planted_examples(), WINDOW_SIZE, 1, True, batch_size=16, seed=3, force=True
+    )  # for proxy's blocks
     (wanted,) = choose(name, task, [0.75], **fewer)
     assert (wanted.provenance["method"], wanted.full_attention_decode) == (name, True)
     options = ["x", "--ratio", 0.75, "--window", WINDOW_SIZE, "--sink-tokens", 1, "--fa-decode", "--seed", 3]
-    options += ["--batch-size", 16]
+    options += ["--batch-size", 16, "--force"]
     run("select", name, *options, *(["--iterations", 2] if fewer else []), "--out", tmp_path / "p.json")
     assert AttentionPattern.from_json(tmp_path / "p.json") == wanted
     run("compare", *options, "--iterations", 2, "--method", name, "--seeds", 1, "--out", tmp_path / "compared")
