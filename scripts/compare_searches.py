@@ -39,7 +39,7 @@ from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select import LayerScorer, MaskEvaluator
 from swa_jax.select.greedy_heads import greedy_heads
 from swa_jax.select.heads import head_pattern
-from swa_jax.select.method_table import TRIED
+from swa_jax.select.nll import TRIED
 
 
 class Scheme(NamedTuple):

@@ -32,8 +32,8 @@ from swa_jax.evaluate.questions import longbench, longbench_v2
 ROOT = Path(__file__).parents[1]
 BROKEN = """
 import sys
-import swa_jax.adapt.demo
-exec("def run_demo(*_): {statement}", vars(swa_jax.adapt.demo))
+import swa_jax.adapt.job
+exec("def prepare(_): {statement}", vars(swa_jax.adapt.job))
 sys.argv = ["swa-jax", "demo"]
 from swa_jax.cli import main
 main()
@@ -41,7 +41,7 @@ main()
 
 
 def demo_that(statement: str) -> subprocess.CompletedProcess[str]:
-    """`swa-jax demo` in a process of its own, where the module `swa_jax.adapt.demo` runs this statement."""
+    """`swa-jax demo` in a process of its own, where `swa_jax.adapt.job.prepare` runs this statement."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     program = [sys.executable, "-c", BROKEN.replace("{statement}", statement)]
     return subprocess.run(program, env=environment, text=True, capture_output=True, check=False)

@@ -1,1 +1,1 @@
-"""`swa-jax adapt`, the way from any model to one that is served with windows, and `swa-jax demo`, a tour of it."""
+"""`swa-jax adapt`, the way from any model to one that is served with windows, and its preset `swa-jax demo`."""

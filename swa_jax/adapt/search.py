@@ -1,10 +1,10 @@
 """The search of `swa-jax adapt`: layers (or heads), window, sink tokens and decode mode together, under a budget.
 
-Layers are scored (`select.nll`), and scored again beside the best of them, until as many are ranked as the budget
-leaves full; heads likewise (`select.greedy_heads`). They are ranked with sink tokens wherever the target allows these:
-without them other layers look important. Then the search goes through its coordinates in turn: it tries every value of
-one while the others stay, keeps the best, and ends when a round changes nothing. A candidate has as many full layers as
-the budget allows, and is scored once on the examples to choose by.
+Layers, or heads, are ranked by the default method of `select` until there are as many as the budget leaves full. They
+are ranked with sink tokens wherever the target allows these: without them other layers look important. Then the search
+goes through its coordinates in turn: it tries every value of one while the others stay, keeps the best, and ends when a
+round changes nothing. A candidate has as many full layers as the budget allows, and is scored once on the examples to
+choose by.
 """
 
 from __future__ import annotations
@@ -22,21 +22,18 @@ import numpy as np
 from swa_jax.adapt.tasks import ROWS_OF_TEXT, Scores, Task, lost, measure, num_examples, share_right
 from swa_jax.checkpoint.served_cache import BudgetError, Memory, most_within
 from swa_jax.errors import ConfigError
-from swa_jax.estimates import Estimate
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.select.evaluator import MaskEvaluator
-from swa_jax.select.greedy_heads import greedy_heads
 from swa_jax.select.heads import head_pattern, heuristic_mask
-from swa_jax.select.layer_patterns import provenance_of
-from swa_jax.select.method_table import TRIED
-from swa_jax.select.nll import EXACT_BELOW, LayerScorer
+from swa_jax.select.methods import DEFAULT, Ranking, rank
+from swa_jax.select.nll import EXACT_BELOW, TRIED
 from swa_jax.select.score_file import ScoreFile, digest
+from swa_jax.select.task import Task as Choice
 
 Unit = Literal["layers", "heads"]
 SINK_TOKENS = 4  # SWAA's and StreamingLLM's number, where sink tokens are tried
-# How the layers that stay full are chosen: by the answers' loss, by their place alone, or none of them.
-BY_LOSS, BY_HEADS, NONE = "nll", "nll-heads", "none"
+# How what stays full is chosen: layers or heads by the default method, layers by their place alone, or none of them.
+BY_LOSS, BY_HEADS, NONE = DEFAULT["layers"], DEFAULT["heads"], "none"
 BY_PLACE = ("interleave", "begin-middle-end")
 HOW = {
     BY_LOSS: "chosen by the answers' loss",
@@ -266,40 +263,31 @@ class Search:
             for example in task.examples[: effort.rank_by if task.answers else max(1, effort.rank_by // ROWS_OF_TEXT)]
         ]
         name = digest([self.key, dataclasses.asdict(start), effort.rank_by])[:8]
-        settings: dict[str, Any] = {
-            "sliding_window": start.sliding_window,
-            "num_sink_tokens": start.num_sink_tokens,
-            "full_attention_decode": False,
-            "batch_size": self.batch_size,
-            "weights": self.key,
-            "file": self.folder / f"ranked-{name}.json",
-        }
+        task = Choice(
+            self.model,
+            examples,
+            start.sliding_window,
+            start.num_sink_tokens,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            file=self.folder / f"ranked-{name}.json",
+            weights=self.key,
+            progress=self.progress,
+            force=True,  # whether the tasks tell anything was asked before the search
+        )
+        total = layers = self.memory.config.num_hidden_layers
+        own: dict[str, Any] = {"tried": effort.tried or 0, "rounds": effort.rounds}
         if start.layout == BY_HEADS:
-            self._rank_heads(MaskEvaluator(self.model, examples, **settings))
+            total *= self.memory.config.common_kv_heads
         else:
             at_once = 1 if jax.default_backend() == "cpu" else TRIED
-            self._rank_layers(LayerScorer(self.model, examples, toggles_at_once=at_once, **settings))
-
-    def _rank_layers(self, scorer: LayerScorer) -> None:
-        tried = self.effort.layers_tried(scorer.layers)
-        rounds = scorer.greedy(self.space.most, tried=tried, rounds=self.effort.rounds, progress=self.progress)
-        worth: dict[int, Estimate] = {}
-        for scores in rounds:
-            estimates = scores.intervals()
-            worth |= {i: one for i, one in enumerate(estimates) if i not in scores.full_layers and one.mean == one.mean}
-        self._order = [layer for scores in rounds for layer in scores.picked]
-        self._layer_scores = [list(worth.get(layer, (None,) * 3)) for layer in range(scorer.layers)]
-        self._ranked = provenance_of(rounds)
-
-    def _rank_heads(self, evaluate: MaskEvaluator) -> None:
-        tried = self.effort.tried or math.prod(evaluate.shape)
-        try:
-            found = greedy_heads(
-                evaluate, self.space.most, tried=tried, rounds=self.effort.rounds, progress=self.progress
-            )
-        finally:
-            evaluate.save()
-        self._order, self._ranked = list(found.order), {"gradients": found.gradients}
+            own |= {"tried": effort.layers_tried(layers) or 0, "toggles_at_once": at_once}
+        ranking = rank(start.layout, task, [1 - self.space.most / total], **own)
+        assert isinstance(ranking, Ranking)
+        self._order, self._ranked = ranking.order, ranking.provenance
+        if start.layout == BY_LOSS:
+            worth = zip(self._ranked["scores"], self._ranked["intervals"], strict=True)
+            self._layer_scores = [[score, *(interval or (None, None))] for score, interval in worth]
 
     def _row(self, point: Point) -> dict[str, Any] | None:
         """A candidate with its scores; None where it is not possible, which it was at the start of the search."""

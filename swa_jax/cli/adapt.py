@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from typer import Argument, Option
@@ -24,6 +24,9 @@ from swa_jax.cli.options import (
     Server,
     numbers,
 )
+
+if TYPE_CHECKING:
+    from swa_jax.adapt.job import Settings
 
 SEARCH, TUNING = "Search", "Fine-tuning"
 
@@ -183,8 +186,7 @@ def adapt(
 
     Run the same command again to go on after an interruption.
     """
-    from swa_jax.adapt.job import Settings, prepare
-    from swa_jax.adapt.plan import plan_text
+    from swa_jax.adapt.job import Settings
 
     windows = () if searched.window is None else tuple(numbers("--window", searched.window))
     settings = Settings(
@@ -195,6 +197,14 @@ def adapt(
         tune_data=tuple(tuned.tune_data or ()), tune_prompts=tuned.tune_prompts, reply_tokens=tuned.reply_tokens,
         batch_size=batch_size, dtype=dtype, seed=seed, force=force,
     )  # fmt: skip
+    carry_out_and_report(settings, plan)
+
+
+def carry_out_and_report(settings: Settings, plan: bool = False) -> None:
+    """Carry out what the settings ask for, or print how it would be done; both end with a few lines of text."""
+    from swa_jax.adapt.job import prepare
+    from swa_jax.adapt.plan import plan_text
+
     job = prepare(settings)
     if plan:
         typer.echo(plan_text(job))
@@ -208,3 +218,20 @@ def adapt(
     results = carry_out(job, say, lambda found: say(f"Report: {write_report(job, found)}"))
     report = write_report(job, results)  # again, with the receipt
     typer.echo(summary(job, results, report))
+
+
+def demo(
+    out: Annotated[Path, Option(help="A new folder, or that of an interrupted demo.")] = Path("runs/demo"),
+) -> None:
+    """Adapt the bundled model `chains` in a few minutes: which of its eight layers need full attention?"""
+    from swa_jax.adapt.job import Settings
+
+    # Few prompts to measure on; enough to choose by.
+    carry_out_and_report(
+        Settings("chains", out, 0.6, length=384, windows=(32,), effort="full", choose_by=12, examples=24)
+    )
+    typer.echo(
+        f"Open the report in a browser. Next, adapt a model of your own: swa-jax adapt MODEL OUT --kv-budget 0.3\n"
+        f"Or see what each method would choose: swa-jax compare chains --pattern {out}/pattern.json --window 32 "
+        "--chains hops=1-3,gap=32 --length 384 --method nll-gradient --out runs/compare"
+    )

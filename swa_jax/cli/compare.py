@@ -13,6 +13,7 @@ from typer import Option
 
 from swa_jax.cli.groups import Options
 from swa_jax.cli.options import (
+    NO_WINDOW,
     OUTPUT,
     PATTERN,
     PROMPTS,
@@ -41,14 +42,13 @@ from swa_jax.cli.options import (
 from swa_jax.errors import ConfigError
 from swa_jax.families.pattern_files import is_pattern_file
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.select.method_table import METHODS, By
-from swa_jax.settings import nearest
+from swa_jax.select.methods import DEFAULT, METHODS, find_method
+from swa_jax.select.separation import By
 
 if TYPE_CHECKING:
     from swa_jax.checkpoint.served_cache import Memory
     from swa_jax.model.config import ModelConfig
 
-NO_WINDOW = "--window is missing: give it, as the model's own pattern has none"
 HELD_OUT_SEED = 10**6  # far from any seed that prompts to choose by are drawn with
 CHOICE = "Methods and their choice"
 
@@ -120,7 +120,9 @@ class Choice(Options):
         list[str] | None,
         Option(
             metavar="METHOD",
-            help=f"A method of `swa-jax select`, repeatable, or all of them: all. There are {', '.join(METHODS)}.",
+            help="A method of `swa-jax select`, repeatable, or all of them: all. Default, without --pattern: "
+            f"{DEFAULT['layers']}. `swa-jax select --help` lists them.",
+            show_default=False,
             rich_help_panel=CHOICE,
         ),
     ] = None
@@ -150,12 +152,15 @@ class Choice(Options):
     def ratios(self) -> list[float]:
         return self.ratio or [0.5, 0.75]
 
-    def methods(self) -> list[str]:
-        """The methods, each once. Raises `ConfigError` for an unknown one, and for a ratio outside [0, 1]."""
-        methods = list(METHODS) if self.method == ["all"] else list(dict.fromkeys(self.method or []))
+    def methods(self, patterns: bool) -> list[str]:
+        """The methods, each once; the default one where neither methods nor `patterns` are named.
+
+        Raises `ConfigError` for an unknown one, and for a ratio outside [0, 1].
+        """
+        default = [] if patterns else [DEFAULT["layers"]]
+        methods = list(METHODS) if self.method == ["all"] else list(dict.fromkeys(self.method or default))
         for name in methods:
-            if name not in METHODS:
-                raise ConfigError(f"--method '{name}' is not known{nearest(name, list(METHODS))}")
+            find_method(name)
         if self.against is not None and self.against not in methods:
             known = ", ".join(methods) or "none"
             raise ConfigError(f"--against '{self.against}' is not among the methods: {known}")
@@ -215,7 +220,8 @@ def compare(
 
     Run the same command again to go on after an interruption, or with more methods, ratios or seeds to add them.
     """
-    methods, _ = choice.methods(), prompts.kind  # what is wrong with them is said before anything is loaded
+    # What is wrong with these is said before anything is loaded.
+    methods, _ = choice.methods(bool(candidates.pattern)), prompts.kind
     from swa_jax.checkpoint.folder import weights_sum
     from swa_jax.report.progress import Progress
     from swa_jax.select.compare import compare as run

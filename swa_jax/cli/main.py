@@ -11,7 +11,7 @@ from rich.console import Console
 from typer import Argument, Option
 
 import swa_jax
-from swa_jax.cli.adapt import adapt
+from swa_jax.cli.adapt import adapt, demo
 from swa_jax.cli.bench import app as bench_app
 from swa_jax.cli.chat import chat
 from swa_jax.cli.compare import compare
@@ -109,17 +109,6 @@ def _options(
 # ---- verbs ----
 
 
-@app.command()
-def demo(
-    out: Annotated[Path, Option(help="Folder of the report and its pictures.")] = Path("runs/demo"),
-    model: Annotated[Path | None, Option(help="A model by any of its names. Default: chains.")] = None,
-) -> None:
-    """The whole path in a few minutes: import a small model, window its attention, measure what it costs."""
-    from swa_jax.adapt.demo import run_demo
-
-    run_demo(out, model)
-
-
 @app.command("import")
 def import_(
     source: Annotated[
@@ -192,6 +181,7 @@ def export(
 
 
 app.command()(expand(adapt))
+app.command()(demo)
 app.command()(train)
 app.command("compile")(expand(compile_))
 app.command()(expand(compare))

@@ -33,6 +33,7 @@ SERVING, CHAT = "Serving", "Chat"
 in_pattern, in_prompts, in_running, in_output = (
     functools.partial(Option, rich_help_panel=panel) for panel in (PATTERN, PROMPTS, RUNNING, OUTPUT)
 )
+NO_WINDOW = "--window is missing: give it, as the model's own pattern has none"
 
 Model = Annotated[
     Path,

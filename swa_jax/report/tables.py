@@ -137,11 +137,10 @@ def _header(column: Column, narrow: bool) -> str:
 
 
 NEEDLES_FOUND = ("Needles found", "share of hidden numbers the model repeats correctly")
-ANSWERS_RIGHT = ("Answers right", "share of questions the model answers correctly")
 
 
 def pattern_table(rows: Sequence[Row], found: tuple[str, str] = NEEDLES_FOUND) -> Table:
-    """The rows of the demo's and of `evaluate`'s report: what each pattern keeps and costs.
+    """The rows of `evaluate`'s report: what each pattern keeps and costs.
 
     `found`: the name of what it keeps, and a few words that say what that is.
     """

@@ -19,18 +19,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from swa_jax.errors import ConfigError
-from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select.evaluator import MaskEvaluator, Score
-from swa_jax.select.heads import head_pattern, windowed_count
-from swa_jax.select.method_table import Variant
-from swa_jax.select.search import ALPHA, Found, Optimizer, ScoreBits, num_candidates, require_nomad, search, with_ones
+from swa_jax.select.heads import windowed_count
+from swa_jax.select.search import Found, Optimizer, ScoreBits, num_candidates, require_nomad, search, with_ones
 from swa_jax.select.swaps import swap_search
 
+Variant = Literal["bosch", "swaps", "single", "multi", "layer"]
 BUCKETS = (0.0, 0.25, 0.5, 0.75, 1.0)
 PERCENTILES = (2.5, 97.5)
 _STAGED = ("bosch", "swaps")  # the variants with all stages of the paper
@@ -52,6 +51,23 @@ class Selection:
     @property
     def num_windowed(self) -> int:
         return int((~self.full).sum())
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """The scores and how many heads each layer was given, as plain JSON values."""
+        lists = (self.layer_scores, self.layer_weights, self.layer_counts)
+        scores, weights, counts = (None if one is None else one.tolist() for one in lists)
+        return {
+            "windowed_heads_asked_for": self.target,
+            "scores": {
+                "full attention": self.original._asdict(),
+                "all windowed": self.windowed._asdict(),
+                "chosen": self.score._asdict(),
+            },
+            "layer_scores": scores,
+            "layer_weights": weights,
+            "windowed_heads_by_layer": counts,
+        }
 
 
 def bosch(
@@ -216,50 +232,6 @@ def _settle(rank: np.ndarray, steps: Sequence[int], easy: np.ndarray, target: in
                 longer[count + step] = min(plan, longer.get(count + step, plan))
         plans = longer
     return np.array(plans[min(plans, key=lambda count: (abs(target - count), plans[count]))][2])
-
-
-def bosch_pattern(
-    selection: Selection,
-    evaluate: MaskEvaluator,
-    *,
-    ratio: float,
-    variant: Variant = "bosch",
-    iterations: int = 100,
-    gamma: float = 0.2,
-    optimizer: Optimizer = "one-plus-one",
-    seed: int = 0,
-    data: str = "",
-) -> AttentionPattern:
-    """The pattern of a selection. Its provenance has the scores, the settings of the search and what it cost."""
-
-    def listed(values: np.ndarray | None) -> list | None:
-        return None if values is None else values.tolist()
-
-    provenance: dict[str, Any] = {
-        "method": "bosch" if variant == "bosch" else f"bosch-{variant}",
-        "ratio": ratio,
-        "windowed_heads": selection.num_windowed,
-        "windowed_heads_asked_for": selection.target,
-        "data": data,
-        "num_examples": evaluate.num_examples,
-        "scored_by": evaluate.by,
-        "scores": {
-            "full attention": selection.original._asdict(),
-            "all windowed": selection.windowed._asdict(),
-            "chosen": selection.score._asdict(),
-        },
-        "layer_scores": listed(selection.layer_scores),
-        "layer_weights": listed(selection.layer_weights),
-        "windowed_heads_by_layer": listed(selection.layer_counts),
-        "iterations_a_layer": iterations,
-        "optimizer": optimizer,
-        "gamma": gamma,
-        "alpha": ALPHA if optimizer == "nomad" else None,
-        "seed": seed,
-        "evaluations": evaluate.num_evaluations,
-        "seconds": round(evaluate.seconds, 1),
-    }
-    return head_pattern(selection.full, evaluate.sliding_window, evaluate.num_sink_tokens, provenance)
 
 
 class _Run:

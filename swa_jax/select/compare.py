@@ -27,10 +27,10 @@ from swa_jax.model.cache import cache_bytes
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.select.method_table import By
-from swa_jax.select.methods import choose
+from swa_jax.select.methods import choose, find_method
 from swa_jax.select.score_file import content_key, digest, examples_sum
-from swa_jax.select.separation import doubt
+from swa_jax.select.separation import By, doubt
+from swa_jax.select.task import Task
 
 Row = Mapping[str, Any]
 
@@ -88,8 +88,8 @@ def compare(
     if methods and sliding_window is None:
         raise ConfigError("sliding_window is missing: methods need to know what a windowed head sees")
     draws = {seed: draw(seed) for seed in (seeds if methods else ())}
-    scoring = [sliding_window, num_sink_tokens, full_attention_decode, by]  # of masks
-    masks = {seed: digest([scored_on, examples_sum(drawn), *scoring]) for seed, drawn in draws.items()}
+    scoring = [scored_on, sliding_window, num_sink_tokens, full_attention_decode, by]
+    masks = {seed: digest([*scoring, examples_sum(drawn)]) for seed, drawn in draws.items()}
     keys = {name: digest([scored_on, _content(pattern)]) for name, pattern in patterns}
     chosen_keys = {
         (method, ratio, seed): digest([masks[seed], choice, method, ratio, seed])
@@ -97,23 +97,19 @@ def compare(
     }
     missing = {key for key in [*keys.values(), *chosen_keys.values()] if results.find(key) is None}
     about = {"scored_on": scored_on, "settings": dict(settings) | choice}
-    total = len(missing)
-    measure = _Measurement(model, held_out, eval_window, batch_size, about, results, total, report, progress)
+    measure = _Measurement(model, held_out, eval_window, batch_size, about, results, len(missing), report, progress)
     rows = [
         results.find(keys[name], name=name) or measure(keys[name], pattern, pattern, name=name)
         for name, pattern in patterns
     ]
     _check_separation({row["name"]: row for row in rows}, by, bool(methods) and not force, report)
-    for seed, method in itertools.product(draws, methods):
-        to_choose = [ratio for ratio in ratios if chosen_keys[method, ratio, seed] in missing]
-        chosen = choose(
-            method, model, draws[seed], to_choose, full_attention_decode=full_attention_decode, batch_size=batch_size,
-            sliding_window=sliding_window, num_sink_tokens=num_sink_tokens,  # type: ignore[arg-type]
-            iterations=iterations, by=by, seed=seed, evaluations=out / f"evaluations-{seed}-{masks[seed][:8]}.json",
-            weights=weights, progress=measure.while_choosing(f"{method}, seed {seed}"),
-        ) if to_choose else []  # fmt: skip
-        for ratio, pattern in zip(to_choose, chosen, strict=True):
-            measure.chosen(chosen_keys[method, ratio, seed], pattern, name=method, ratio=ratio, seed=seed)
+    for seed, drawn in draws.items():
+        task = Task(model, drawn, sliding_window or 0, num_sink_tokens, full_attention_decode, batch_size, seed)
+        task.weights, task.force = weights, force
+        for method in methods:
+            wanted = {ratio: key for ratio in ratios if (key := chosen_keys[method, ratio, seed]) in missing}
+            if wanted:
+                measure.choose(method, task, wanted, out / f"{masks[seed][:8]}.json", iterations=iterations, by=by)
     results.write_patterns(out / "patterns")
     results.note_others(report)
     return [*rows, *results.chosen]
@@ -143,10 +139,19 @@ class _Measurement:
         self.progress(self.done, self.total)
         return self.results.add(key, row)
 
-    def chosen(self, key: str, pattern: AttentionPattern, **names: Any) -> None:
-        """Score what a method chose, under `eval_window` if that is given."""
-        window = pattern.sliding_window if self.eval_window is None else self.eval_window
-        self(key, dataclasses.replace(pattern, sliding_window=window), pattern, **names)
+    def choose(self, method: str, task: Task, keys: Mapping[float, str], kept: Path, **options: Any) -> None:
+        """Let a method choose at each ratio of `keys`, and score that, under `eval_window` if that is given.
+
+        `kept` names the file of a search's scores; of `options`, a method takes what it has.
+        """
+        row = find_method(method)
+        task.file = row.keeps and kept.with_stem(f"scores-{row.keeps}-{task.seed}-{kept.stem}")
+        task.progress = self.while_choosing(f"{method}, seed {task.seed}")
+        own = {name: value for name, value in options.items() if name in row.options}
+        for (ratio, key), pattern in zip(keys.items(), choose(method, task, list(keys), **own), strict=True):
+            window = pattern.sliding_window if self.eval_window is None else self.eval_window
+            scored = dataclasses.replace(pattern, sliding_window=window)
+            self(key, scored, pattern, name=method, ratio=ratio, seed=task.seed)
 
     def while_choosing(self, method: str) -> Callable[[int, int], None]:
         """Takes how far a method has come with its choice."""

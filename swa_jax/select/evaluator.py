@@ -23,8 +23,8 @@ from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import HYBRID
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select.gates import gate_gradient
-from swa_jax.select.method_table import By
 from swa_jax.select.score_file import ScoreFile, content_key
+from swa_jax.select.separation import By
 
 SAVE_SECONDS = 10.0  # how much work an interruption may cost
 

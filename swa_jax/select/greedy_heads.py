@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from swa_jax.select.evaluator import MaskEvaluator
-from swa_jax.select.method_table import TRIED
-from swa_jax.select.nll import GRADIENT_PASSES, shares
+from swa_jax.select.nll import GRADIENT_PASSES, TRIED, shares
 
 ROUNDS = 16  # at most: where more heads stay full, a round takes several
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -17,7 +17,8 @@ from swa_jax.errors import ConfigError
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.recipes import begin_middle_end
-from swa_jax.select.method_table import Heuristic
+
+Heuristic = Literal["random", "random-heads", "begin-middle-end", "interleave"]
 
 
 def windowed_count(ratio: float, heads: int) -> int:

@@ -20,9 +20,7 @@ from swa_jax.estimates import Estimate, bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import answer_batches
 from swa_jax.model.decoder import Decoder
-from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select.attention_rows import Heads, logits_of
-from swa_jax.select.layer_patterns import full_layer_budget, select_layers
 from swa_jax.select.static import check_softmax, layer_statistics
 
 LAST_QUERIES, SINK_TOKENS, RECENT_KEYS = 32, 4, 1020
@@ -110,48 +108,3 @@ def lazy_ratio(heads: Heads, settings: tuple[int, int, int]) -> jax.Array:
 
     total = jax.lax.map(one_query, jnp.arange(last)).sum(0)
     return total / jnp.minimum(lengths, last)[:, None]
-
-
-def light_transfer_pattern(
-    scores: LazyRatios,
-    *,
-    budget: int | None = None,
-    one_in_n: int | None = None,
-    sliding_window: int | None = None,
-    num_sink_tokens: int | None = None,
-    full_attention_decode: bool = False,
-    data: str = "",
-    seed: int | None = None,
-) -> AttentionPattern:
-    """The pattern in which the least lazy layers are full. Between equals the lower layer stays full.
-
-    Args:
-      budget: how many layers stay full. Give this or `one_in_n`.
-      one_in_n: one layer in n stays full, at least one.
-      sliding_window, num_sink_tokens: those of the windowed layers; None is what the ratios count as near.
-      data: what the examples were, for the pattern's provenance.
-      seed: how they were drawn, for the pattern's provenance.
-
-    Raises:
-      ConfigError: not exactly one of `budget` and `one_in_n`, or a budget the model cannot meet.
-    """
-    layers = scores.ratios.shape[1]
-    provenance = {
-        "method": "light-transfer",
-        "data": data,
-        "num_examples": len(scores.ratios),
-        "seed": seed,
-        "scores": scores.mean.tolist(),
-        "intervals": [estimate.interval for estimate in scores.intervals()],
-        "last_queries": scores.last_queries,
-        "sink_tokens": scores.num_sink_tokens,
-        "recent_keys": scores.recent_keys,
-    }
-    return AttentionPattern.from_full_layers(
-        select_layers(-scores.mean, full_layer_budget(layers, budget, one_in_n)),
-        layers,
-        scores.recent_keys if sliding_window is None else sliding_window,
-        num_sink_tokens=scores.num_sink_tokens if num_sink_tokens is None else num_sink_tokens,
-        full_attention_decode=full_attention_decode,
-        provenance=provenance,
-    )

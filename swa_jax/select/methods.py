@@ -1,255 +1,405 @@
-"""Every way of choosing under one name, so that they can be compared at the same budgets."""
+"""Every way of choosing what keeps full attention, each declared once; and the one runner of them all.
+
+To add a method: a runner here, and a row of `METHODS`. A runner takes a `Task` and shares of windowed layers or heads,
+and returns a `Ranking`, or a mask for each share; its keyword arguments are the options of the method's own. Nothing
+heavy is imported before a method runs, so that the command line reads the table for `--help`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 
 from swa_jax.errors import ConfigError
-from swa_jax.evaluate.examples import Example
-from swa_jax.model.decoder import Decoder
-from swa_jax.model.pattern import AttentionPattern
-from swa_jax.select.bosch_search import bosch, bosch_pattern
-from swa_jax.select.evaluator import MaskEvaluator
-from swa_jax.select.gates import gate_logits
-from swa_jax.select.greedy_heads import greedy_heads
-from swa_jax.select.heads import head_pattern, heuristic_mask, window_most_local, windowed_count
-from swa_jax.select.layer_patterns import greedy_pattern, nll_pattern
-from swa_jax.select.light_transfer import SINK_TOKENS, lazy_ratios, light_transfer_pattern
-from swa_jax.select.method_table import METHODS, By, Heuristic, StaticMethod, Variant
-from swa_jax.select.nll import LayerScorer, Progress
-from swa_jax.select.static import LARGER_IS_LOCAL, static_scores
+from swa_jax.select.separation import By, doubt, weakness
+from swa_jax.select.task import Chosen, Ranking, Task, num_full
 from swa_jax.settings import nearest
 
-__all__ = ["METHODS", "choose"]
+if TYPE_CHECKING:
+    from swa_jax.model.pattern import AttentionPattern
+    from swa_jax.select.evaluator import MaskEvaluator
+    from swa_jax.select.nll import LayerScorer
+
+# ---- the runners ----
 
 
-class Task(NamedTuple):
-    """What is to be chosen, for any method."""
+class Own(NamedTuple):
+    """An option that only some methods have."""
 
-    model: Decoder
-    examples: Sequence[Example]
-    ratios: Sequence[float]
-    sliding_window: int
-    num_sink_tokens: int
-    full_attention_decode: bool
-    batch_size: int
-    iterations: int
-    by: By
-    seed: int
-    data: str
-    evaluations: Path | None
-    weights: str | None
-    progress: Progress | None
-
-    @property
-    def windowed(self) -> dict[str, Any]:
-        return {"sliding_window": self.sliding_window, "num_sink_tokens": self.num_sink_tokens}
-
-    @property
-    def layer_budgets(self) -> list[int]:
-        """Full layers at each ratio."""
-        layers = self.model.config.num_hidden_layers
-        return [layers - windowed_count(ratio, layers) for ratio in self.ratios]
+    help: str
+    least: int | None = None
 
 
-def choose(
-    method: str,
-    model: Decoder,
-    examples: Sequence[Example],
+Decode = Annotated[bool | None, Own("Full-attention decode in scoring. Default: as --fa-decode.")]
+AtOnce = Annotated[int, Own("Layers made full side by side, which takes memory.", 1)]
+Rounds = Annotated[int | None, Own("Rounds at most; each may take several.", 1)]
+
+
+def _scorer(task: Task, score_fa_decode: bool | None, toggles_at_once: int) -> LayerScorer:
+    from swa_jax.select.nll import LayerScorer
+
+    scoring = task.scoring | ({} if score_fa_decode is None else {"full_attention_decode": score_fa_decode})
+    scorer = LayerScorer(
+        task.model,
+        task.examples,
+        **scoring,
+        toggles_at_once=toggles_at_once,
+        partition=task.partition,
+        file=task.file,
+        weights=task.weights,
+    )
+    if scorer.num_known:
+        task.report(f"{task.file} has the scores of {scorer.num_known} examples: going on from there")
+    _check_told(task, "loss", scorer.full_attention_decode)
+    return scorer
+
+
+def _check_told(task: Task, by: By, full_attention_decode: bool) -> None:
+    """Stop where the examples do not tell full attention from windows: two passes before a search of hundreds."""
+    queries = (len(e.prompt) + (0 if full_attention_decode else len(e.answer) - 1) for e in task.examples)
+    if max(queries) <= task.sliding_window + task.num_sink_tokens:
+        task.refuse(f"the window of {task.sliding_window} keys holds whole prompts")
+        return
+    full, windowed = task.ends(full_attention_decode)
+    all_full, none_full = (one.right if by == "answers" else one.nll for one in (full, windowed))
+    found = doubt(all_full, none_full, by)
+    if found is not None:
+        task.refuse(found.reason, found.advice)
+    elif any(e.value is not None for e in task.examples) and (found := weakness(full.right)) is not None:
+        task.report(f"{found.reason}: {found.advice}")
+
+
+def _nll(
+    task: Task, ratios: Sequence[float], *, score_fa_decode: Decode = None, toggles_at_once: AtOnce = 1
+) -> Ranking:
+    scorer = _scorer(task, score_fa_decode, toggles_at_once)
+    scores = scorer(progress=task.progress)
+    intervals = {"intervals": [one.interval for one in scores.intervals()]}
+    said = {"scores": scores.mean.tolist(), "scored_with_full_attention_decode": scorer.full_attention_decode}
+    return Ranking(_ranked(scores.mean), (scorer.layers, 1), said | intervals)
+
+
+def _nll_greedy(
+    task: Task,
     ratios: Sequence[float],
     *,
-    sliding_window: int,
-    num_sink_tokens: int = 0,
-    full_attention_decode: bool = False,
-    batch_size: int = 8,
-    iterations: int = 100,
-    by: By = "answers",
-    seed: int = 0,
-    data: str = "",
-    evaluations: Path | None = None,
-    weights: str | None = None,
-    progress: Progress | None = None,
-) -> list[AttentionPattern]:
+    tried: Annotated[
+        int | None, Own("Layers scored in a round; 0: all. Default: 4, or all if there are below 13.", 0)
+    ] = None,
+    rounds: Rounds = None,
+    score_fa_decode: Decode = None,
+    toggles_at_once: AtOnce = 1,
+) -> Ranking:
+    from swa_jax.select.nll import provenance_of, tried_by_depth
+
+    scorer = _scorer(task, score_fa_decode, toggles_at_once)
+    named = tried_by_depth(scorer.layers) if tried is None else tried or None
+    most = max(1, *(num_full(ratio, scorer.layers) for ratio in ratios))
+    found = provenance_of(scorer.greedy(most, tried=named, rounds=rounds, progress=task.progress))
+    found["scored_with_full_attention_decode"] = scorer.full_attention_decode
+    return Ranking(found["picked"], (scorer.layers, 1), found)
+
+
+def _masks(task: Task, by: By) -> MaskEvaluator:
+    from swa_jax.select.evaluator import MaskEvaluator
+
+    evaluate = MaskEvaluator(task.model, task.examples, **task.scoring, by=by, file=task.file, weights=task.weights)
+    if evaluate.num_evaluations:
+        task.report(f"{task.file} has the scores of {evaluate.num_evaluations} masks: going on from there")
+    _check_told(task, by, task.full_attention_decode)
+    return evaluate
+
+
+def _nll_heads(
+    task: Task,
+    ratios: Sequence[float],
+    *,
+    tried: Annotated[int | None, Own("Heads scored in a round; 0: all. Default: 4.", 0)] = None,
+    rounds: Annotated[int | None, Own("Rounds at most; each may take several. Default: 16.", 1)] = None,
+) -> Ranking:
+    from swa_jax.select.greedy_heads import ROUNDS, TRIED, greedy_heads
+
+    evaluate = _masks(task, "loss")
+    total = math.prod(evaluate.shape)
+    most = max(1, *(num_full(ratio, total) for ratio in ratios))
+    try:
+        found = greedy_heads(
+            evaluate,
+            most,
+            tried=total if tried == 0 else tried or TRIED,
+            rounds=rounds or ROUNDS,
+            progress=task.progress,
+        )
+    finally:
+        evaluate.save()
+    return Ranking(found.order, evaluate.shape, {"gradients": found.gradients})
+
+
+def _light_transfer(
+    task: Task,
+    ratios: Sequence[float],
+    *,
+    last: Annotated[int, Own("Last queries of a prompt that are looked at. SWAA takes 64.", 1)] = 32,
+    recent: Annotated[
+        int | None, Own("Keys that count as near, the query's own included. Default: 1020, or what --window holds.", 1)
+    ] = None,
+    lazy_sinks: Annotated[int, Own("First keys that count as near.", 0)] = 4,
+) -> Ranking:
+    from swa_jax.select.light_transfer import RECENT_KEYS, lazy_ratios
+
+    recent = min(RECENT_KEYS, max(1, task.sliding_window - lazy_sinks)) if recent is None else recent
+    if max(len(example.prompt) for example in task.examples) <= recent + lazy_sinks:
+        task.refuse(f"the {recent} keys of --recent reach over whole prompts, so that every layer is lazy")
+    lazy = lazy_ratios(
+        task.model,
+        task.examples,
+        last_queries=last,
+        num_sink_tokens=lazy_sinks,
+        recent_keys=recent,
+        batch_size=task.batch_size,
+        progress=task.progress,
+    )
+    said = {"last_queries": last, "sink_tokens": lazy_sinks, "recent_keys": recent, "scores": lazy.mean.tolist()}
+    intervals = {"intervals": [one.interval for one in lazy.intervals()]}
+    return Ranking(_ranked(-lazy.mean), (len(lazy.mean), 1), said | intervals)
+
+
+def _bosch(
+    task: Task,
+    ratios: Sequence[float],
+    *,
+    variant: str,
+    iterations: Annotated[int, Own("Masks tried a layer of a subproblem, or fewer where there are fewer.", 1)] = 100,
+    optimizer: Annotated[
+        Literal["one-plus-one", "nomad"], Own("nomad, as in the paper, needs PyNomadBBO.")
+    ] = "one-plus-one",
+    by: Annotated[By, Own("Score masks by right answers, or by the answers' loss.")] = "answers",
+) -> list[Chosen]:
+    from swa_jax.select.bosch_search import bosch
+
+    evaluate = _masks(task, by)
+    settings: dict[str, Any] = {"variant": variant, "iterations": iterations, "optimizer": optimizer, "seed": task.seed}
+    found = []
+    try:
+        for ratio in ratios:
+            chosen = bosch(evaluate, ratio, progress=task.progress, **settings)
+            said = chosen.provenance | {
+                "scored_by": by,
+                "iterations_a_layer": iterations,
+                "optimizer": optimizer,
+                "evaluations": evaluate.num_evaluations,
+                "seconds": round(evaluate.seconds, 1),
+            }
+            found.append((chosen.full, said))
+            what = "answers right" if by == "answers" else "likelihood of the answers"
+            task.report(
+                f"{what}: {chosen.score.value:.1%}, with full attention {chosen.original.value:.1%}, all windowed "
+                f"{chosen.windowed.value:.1%}; {evaluate.num_evaluations} masks tried"
+            )
+            if chosen.num_windowed != chosen.target:
+                task.report(
+                    f"windowed {chosen.num_windowed} heads and not {chosen.target}: the nearest this method can reach"
+                )
+    finally:
+        evaluate.save()
+    return found
+
+
+def _static(task: Task, ratios: Sequence[float], *, method: Any) -> Ranking:
+    from swa_jax.select.static import IN_WINDOW, LARGER_IS_LOCAL, static_scores
+
+    longest = max((len(e.prompt) + len(e.answer) for e in task.examples), default=0)
+    if method in IN_WINDOW and longest <= task.sliding_window:
+        task.refuse(f"the window of {task.sliding_window} keys holds whole prompts, so that every head is local")
+    scores = static_scores(task.model, task.examples, method, **task.scoring, seed=task.seed, progress=task.progress)
+    if (scores == scores[0, 0]).all():
+        task.refuse("every head has the same score")
+    return _by_scores(scores, LARGER_IS_LOCAL[method])
+
+
+def _gates(
+    task: Task, ratios: Sequence[float], *, steps: Annotated[int, Own("Steps of training.", 1)] = 200
+) -> list[Chosen]:
+    from swa_jax.select.gates import gate_logits
+
+    _check_told(task, "loss", task.full_attention_decode)
+    found = []
+    for ratio in ratios:
+        scores = gate_logits(
+            task.model,
+            task.examples,
+            full_share=1 - ratio,
+            **task.scoring,
+            steps=steps,
+            seed=task.seed,
+            progress=task.progress,
+        )
+        mask, said = _by_scores(scores, larger_is_local=False).first(ratio)
+        found.append((mask, said | {"steps": steps}))
+    return found
+
+
+def _by_place(task: Task, ratios: Sequence[float], *, kind: Any) -> list[Chosen]:
+    from swa_jax.select.heads import heuristic_mask
+
+    return [(heuristic_mask(kind, *task.shape, ratio, task.seed), {}) for ratio in ratios]
+
+
+def _by_scores(scores: np.ndarray, larger_is_local: bool) -> Ranking:
+    """KV heads by scores [L, K], the most local last; of equals the lower ones are windowed first."""
+    order = _ranked((scores if larger_is_local else -scores).ravel())[::-1]
+    pairs = [tuple(map(int, np.unravel_index(place, scores.shape))) for place in order]
+    return Ranking(pairs, scores.shape, {"scores": scores.tolist(), "larger_is_local": larger_is_local})
+
+
+def _ranked(scores: np.ndarray) -> list[int]:
+    """Places in `scores` [N], the largest first; between equals the lower place."""
+    if not np.isfinite(scores).all():
+        raise ConfigError(f"scores must be finite numbers, got {scores.tolist()}")
+    return np.argsort(-scores, kind="stable").tolist()
+
+
+# ---- the table ----
+
+
+class Method(NamedTuple):
+    """One way of choosing which layers or KV heads keep full attention.
+
+    Attributes:
+      name: everywhere: of the command, of `compare --method`, in results and in `provenance`.
+      by: what the choice goes by; costs: passes over the examples. Both stand in the docs.
+      run: its runner; fixed: the runner's arguments that make this method of its family.
+      keeps: what its file of scores holds, if a search may go on from there.
+      meshes: whether it runs on several devices.
+    """
+
+    name: str
+    chooses: Literal["layers", "KV heads"]
+    by: str
+    costs: str
+    run: Callable[..., Ranking | list[Chosen]]
+    fixed: Mapping[str, Any] = {}
+    keeps: Literal["layers", "heads", "masks"] | None = None
+    meshes: bool = False
+
+    @property
+    def options(self) -> dict[str, inspect.Parameter]:
+        """Those of its own, by name."""
+        parameters = inspect.signature(self.run, eval_str=True).parameters
+        return {
+            name: one for name, one in parameters.items() if one.kind == one.KEYWORD_ONLY and name not in self.fixed
+        }
+
+
+_ROWS, _SEARCH = "one pass with whole attention rows", "hundreds to thousands of passes"
+_LAYERS: dict[str, Any] = {"keeps": "layers", "meshes": True}
+_BOSCH: dict[str, Any] = {"keeps": "masks"}
+_TABLE = (
+    Method("nll", "layers", "what making one layer full, all others windowed, does for the answers",
+           "(layers + 3) / 2 passes", _nll, **_LAYERS),
+    Method("nll-greedy", "layers", "what making one more layer full does, asked again after each layer chosen",
+           "at most that for each layer chosen", _nll_greedy, {"tried": 0}, **_LAYERS),
+    Method("nll-gradient", "layers", "what making one more layer full does, of four that one gradient names",
+           "6 to 8 passes for each layer chosen", _nll_greedy, **_LAYERS),
+    Method("nll-heads", "KV heads", "what making one more head full does, of four that one gradient names",
+           "8 passes or more a round", _nll_heads, keeps="heads"),
+    Method("light-transfer", "layers", "how much the last queries look at near keys anyway", "one pass",
+           _light_transfer),
+    Method("bosch", "KV heads", "a search over which heads are windowed, scored by answers that are right", _SEARCH,
+           _bosch, {"variant": "bosch"}, **_BOSCH),
+    Method("bosch-swaps", "KV heads", "BOSCH, then swaps over the heads of all layers", _SEARCH,
+           _bosch, {"variant": "swaps"}, **_BOSCH),
+    Method("bosch-single", "KV heads", "BOSCH's first stage alone: one layer at a time, each at the same ratio",
+           _SEARCH, _bosch, {"variant": "single"}, **_BOSCH),
+    Method("bosch-multi", "KV heads", "BOSCH's first stage over groups of four layers", _SEARCH,
+           _bosch, {"variant": "multi"}, **_BOSCH),
+    Method("bosch-layer", "layers", "BOSCH's search over whole layers", _SEARCH,
+           _bosch, {"variant": "layer"}, **_BOSCH),
+    Method("dcam", "KV heads", "attention inside the window", _ROWS, _static, {"method": "dcam"}),
+    Method("apl", "KV heads", "how far back the last token looks most", _ROWS, _static, {"method": "apl"}),
+    Method("proxy", "KV heads", "how few blocks of keys a head needs", _ROWS, _static, {"method": "proxy"}),
+    Method("qada", "KV heads", "attention inside the window, that outside estimated", _ROWS,
+           _static, {"method": "qada"}),
+    Method("razor", "KV heads", "how much a head looks back to earlier occurrences of a token, in random text",
+           "one pass", _static, {"method": "razor"}),
+    Method("fisher", "KV heads", "whether the answers depend on attention outside the window",
+           "one pass and its gradient", _static, {"method": "fisher"}),
+    Method("fisher-text", "KV heads", "as `fisher`, of all tokens in place of the answers'",
+           "one pass and its gradient", _static, {"method": "fisher-text"}),
+    Method("kl", "KV heads", "how far windowing one head alone moves the full model's predictions",
+           "a pass for each head", _static, {"method": "kl"}),
+    Method("kl-layers", "layers", "how far windowing one layer alone moves the full model's predictions",
+           "a pass for each layer", _static, {"method": "kl-layers"}),
+    Method("gates", "KV heads", "gates between full and window attention, learned by the answers' loss",
+           "200 steps of training", _gates),
+    Method("random", "layers", "chance", "nothing", _by_place, {"kind": "random"}),
+    Method("random-heads", "KV heads", "chance", "nothing", _by_place, {"kind": "random-heads"}),
+    Method("begin-middle-end", "layers", "place: at the start, in the middle and at the end", "nothing",
+           _by_place, {"kind": "begin-middle-end"}),
+    Method("interleave", "layers", "place: at equal distances", "nothing", _by_place, {"kind": "interleave"}),
+)  # fmt: skip
+METHODS: dict[str, Method] = {method.name: method for method in _TABLE}
+BY_PLACE = tuple(name for name, method in METHODS.items() if method.run is _by_place)  # these need no examples
+DEFAULT = {"layers": "nll-gradient", "heads": "nll-heads"}  # docs/selection.md says why
+
+
+def find_method(name: str) -> Method:
+    """The row of a method. Raises `ConfigError` for an unknown one, and names the nearest."""
+    if name not in METHODS:
+        raise ConfigError(f"method '{name}' is not known{nearest(name, list(METHODS))}")
+    return METHODS[name]
+
+
+# ---- choosing ----
+
+
+def rank(method: str, task: Task, ratios: Sequence[float], **options: Any) -> Ranking | list[Chosen]:
+    """What a method finds: layers or heads in order, or a mask for each ratio. Arguments and errors as in `choose`."""
+    row = find_method(method)
+    return row.run(task, ratios, **row.fixed, **options)
+
+
+def choose(method: str, task: Task, ratios: Sequence[float], **options: Any) -> list[AttentionPattern]:
     """A pattern for each ratio: the share of KV heads, or of layers, that is windowed, rounded up.
 
     Each pattern says in its provenance how it was chosen.
 
     Args:
-      method: a name in `swa_jax.select.method_table.METHODS`.
-      examples: what to choose by; those that look at places alone ignore them.
-      full_attention_decode: whether answers are decoded with full attention, in the patterns and while those methods
-        choose that run the model with windows: NLL, BOSCH, KL and gates.
-      iterations: BOSCH's kappa; by: what it scores masks by, as in `MaskEvaluator`.
-      data: what the examples are, for the provenance.
-      evaluations: where BOSCH keeps its scores; shared by its variants and ratios.
-      weights: the sum of the weights for that file, as in `content_key`.
-      progress: called with (steps done, steps expected); BOSCH begins anew with each ratio.
+      method: a name in `METHODS`; options: of its own (`Method.options`).
 
     Raises:
-      ConfigError: an unknown method, a ratio outside [0, 1], or what the method itself refuses.
+      ConfigError: an unknown method, a ratio outside [0, 1], examples that tell nothing (unless `task.force`), or what
+        the method itself refuses.
     """
-    if method not in METHODS:
-        raise ConfigError(f"method '{method}' is not known{nearest(method, list(METHODS))}")
-    task = Task(
-        model, examples, ratios, sliding_window, num_sink_tokens, full_attention_decode, batch_size, iterations, by,
-        seed, data, evaluations, weights, progress,
-    )  # fmt: skip
-    row = METHODS[method]
-    patterns = _RUN[row.family](task, **row.options)
-    return [dataclasses.replace(one, full_attention_decode=full_attention_decode) for one in patterns]
+    from swa_jax.select.heads import head_pattern
 
-
-def _nll(task: Task, greedy: bool = False, tried: int = 0) -> list[AttentionPattern]:
-    scorer = LayerScorer(
-        task.model,
-        task.examples,
-        **task.windowed,
-        full_attention_decode=task.full_attention_decode,
-        batch_size=task.batch_size,
-    )
-    drawn: dict[str, Any] = {"data": task.data, "seed": task.seed}
-    if not greedy:
-        scores = scorer(progress=task.progress)
-        return [nll_pattern(scores, budget=n, **drawn) for n in task.layer_budgets]
-    rounds = scorer.greedy(max(1, *task.layer_budgets), tried=tried or None, progress=task.progress)
-    return [
-        greedy_pattern(rounds[:n], **drawn) if n else nll_pattern(rounds[0], budget=0, **drawn)
-        for n in task.layer_budgets
-    ]
-
-
-def _nll_heads(task: Task) -> list[AttentionPattern]:
-    evaluate = MaskEvaluator(
-        task.model,
-        task.examples,
-        **task.windowed,
-        full_attention_decode=task.full_attention_decode,
-        by=task.by,
-        batch_size=task.batch_size,
-        file=task.evaluations,
-        weights=task.weights,
-    )
-    total = math.prod(evaluate.shape)
-    counts = [total - windowed_count(ratio, total) for ratio in task.ratios]
-    try:
-        found = greedy_heads(evaluate, max(1, *counts), progress=task.progress)
-    finally:
-        evaluate.save()
-    more = {"data": task.data, "gradients": found.gradients}
-    return _of_masks(task, [found.mask(count) for count in counts], "nll-heads", more)
-
-
-def _light_transfer(task: Task) -> list[AttentionPattern]:
-    recent = max(1, task.sliding_window - SINK_TOKENS)  # the paper's 4 + 1020 keys are its window of 1024
-    lazy = lazy_ratios(
-        task.model, task.examples, recent_keys=recent, batch_size=task.batch_size, progress=task.progress
-    )
-    return [
-        light_transfer_pattern(
-            lazy,
-            budget=n,
-            sliding_window=task.sliding_window,
-            num_sink_tokens=task.num_sink_tokens,
-            data=task.data,
-            seed=task.seed,
-        )
-        for n in task.layer_budgets
-    ]
-
-
-def _bosch(task: Task, variant: Variant) -> list[AttentionPattern]:
-    evaluate = MaskEvaluator(
-        task.model,
-        task.examples,
-        **task.windowed,
-        full_attention_decode=task.full_attention_decode,
-        by=task.by,
-        batch_size=task.batch_size,
-        file=task.evaluations,
-        weights=task.weights,
-    )
-    settings: dict[str, Any] = {"variant": variant, "iterations": task.iterations, "seed": task.seed}
-    try:
-        return [
-            bosch_pattern(
-                bosch(evaluate, ratio, progress=task.progress, **settings),
-                evaluate,
-                ratio=ratio,
-                data=task.data,
-                **settings,
-            )
-            for ratio in task.ratios
-        ]
-    finally:
-        evaluate.save()
-
-
-def _static(task: Task, method: StaticMethod) -> list[AttentionPattern]:
-    scores = static_scores(
-        task.model,
-        task.examples,
-        method,
-        **task.windowed,
-        full_attention_decode=task.full_attention_decode,
-        batch_size=task.batch_size,
-        seed=task.seed,
-        progress=task.progress,
-    )
-    local = LARGER_IS_LOCAL[method]
-    masks = [window_most_local(scores, ratio, larger_is_local=local) for ratio in task.ratios]
-    more = {"data": task.data, "scores": scores.tolist(), "larger_is_local": local}
-    return _of_masks(task, masks, method, more)
-
-
-def _gates(task: Task) -> list[AttentionPattern]:
+    begin = time.monotonic()
+    found = rank(method, task, ratios, **options)
+    masks = [found.first(ratio) for ratio in ratios] if isinstance(found, Ranking) else found
     patterns = []
-    for ratio in task.ratios:
-        scores = gate_logits(
-            task.model,
-            task.examples,
-            full_share=1 - ratio,
-            **task.windowed,
-            full_attention_decode=task.full_attention_decode,
-            batch_size=task.batch_size,
-            seed=task.seed,
-            progress=task.progress,
-        )
-        mask = window_most_local(scores, ratio, larger_is_local=False)
-        more = {"data": task.data, "scores": scores.tolist(), "larger_is_local": False}
-        patterns += _of_masks(task._replace(ratios=[ratio]), [mask], "gates", more)
+    for (full, said), ratio in zip(masks, ratios, strict=True):
+        provenance = {
+            "method": method,
+            "ratio": ratio,
+            "data": task.data,
+            "num_examples": len(task.examples),
+            "seed": task.seed,
+            "seconds": round(time.monotonic() - begin, 1),
+            **({"windowed_heads": int((~full).sum())} if full.shape[1] > 1 else {}),
+            **said,
+        }
+        pattern = head_pattern(full, task.sliding_window, task.num_sink_tokens, provenance)
+        patterns.append(dataclasses.replace(pattern, full_attention_decode=task.full_attention_decode))
     return patterns
 
 
-def _heuristic(task: Task, kind: Heuristic) -> list[AttentionPattern]:
-    shape = (task.model.config.num_hidden_layers, task.model.config.common_kv_heads)
-    masks = [heuristic_mask(kind, *shape, ratio, task.seed) for ratio in task.ratios]
-    return _of_masks(task, masks, kind, {})
-
-
-def _of_masks(task: Task, masks: Sequence[np.ndarray], method: str, more: dict[str, Any]) -> list[AttentionPattern]:
-    return [
-        head_pattern(
-            full,
-            task.sliding_window,
-            task.num_sink_tokens,
-            {"method": method, "ratio": ratio, "windowed_heads": int((~full).sum()), "seed": task.seed, **more},
-        )
-        for full, ratio in zip(masks, task.ratios, strict=True)
-    ]
-
-
-_RUN: dict[str, Any] = {
-    "nll": _nll,
-    "nll-heads": _nll_heads,
-    "light-transfer": _light_transfer,
-    "bosch": _bosch,
-    "static": _static,
-    "gates": _gates,
-    "heuristic": _heuristic,
-}
+def methods_table() -> str:
+    """The table as Markdown, for docs/selection.md."""
+    rows = [f"| `{m.name}` | {m.chooses} | {m.by} | {m.costs} |" for m in _TABLE]
+    return "\n".join(["| method | chooses | by | costs |", "|---|---|---|---|", *rows]) + "\n"

@@ -3,8 +3,8 @@
 Source: "NLL-Guided Full-Attention Layer Selection for Training-Free Sliding-Window Adaptation" (arXiv 2606.27791),
 Eq. 1 and Section 3.3. `L_ans` is the mean NLL of an example's answer tokens, teacher-forced. The paper scores as it
 deploys, with full-attention decode: answer queries see everything, whatever the layer. Beyond the paper: scoring
-again after each layer chosen (`nll_greedy`), so that of two layers that do the same only one is kept. Of a deep model
-only those layers need scoring again that one gradient by gates (`select.gates`) names.
+again after each layer chosen (`LayerScorer.greedy`), so that of two layers that do the same only one is kept. Of a deep
+model only those layers need scoring again that one gradient by gates (`select.gates`) names.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import jax
 import numpy as np
@@ -31,10 +31,10 @@ from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition, check_model, state_shardings
 from swa_jax.select import toggles
 from swa_jax.select.gates import gate_gradient
-from swa_jax.select.method_table import TRIED
 from swa_jax.select.score_file import ScoreFile, content_key
 
 Progress = Callable[[int, int], None]
+TRIED = 4  # layers, or heads, that are scored in a round of a search that a gradient leads
 EXACT_BELOW = 13  # layers: with fewer, all are scored, which costs little more
 GRADIENT_PASSES = 4  # that a gradient takes, about
 
@@ -105,25 +105,6 @@ def nll_deltas(
 ) -> NLLScores:
     """The same as `nll_scores`, but with the deltas of every example and their intervals."""
     return LayerScorer(model, examples, **options)(progress=progress)
-
-
-def nll_greedy(
-    model: Decoder,
-    examples: Sequence[Example],
-    budget: int,
-    *,
-    tried: int | None = None,
-    progress: Progress | None = None,
-    **options: Unpack[Options],
-) -> list[NLLScores]:
-    """`budget` rounds of scores. The best layer of each round is full in the next ones.
-
-    `round.picked` has the layer that a round chose. `greedy_pattern` makes a pattern of all rounds. Options and errors
-    are those of `LayerScorer` and its `greedy`. Scoring every layer costs about `budget` times as much as scoring once.
-
-    Raises `ConfigError` also if the budget is not between 1 and the number of layers.
-    """
-    return LayerScorer(model, examples, **options).greedy(budget, tried=tried, progress=progress)
 
 
 class LayerScorer:
@@ -270,7 +251,10 @@ class LayerScorer:
     def greedy(
         self, budget: int, *, tried: int | None = None, rounds: int | None = None, progress: Progress | None = None
     ) -> list[NLLScores]:
-        """The rounds of `nll_greedy`; progress counts the passes of all of them.
+        """Rounds of scores until `budget` layers are full: the best layer of each is full in the next ones.
+
+        `round.picked` has the layers that a round chose; progress counts the passes of all rounds. Scoring every layer
+        costs about `budget` times as much as scoring once.
 
         Args:
           tried: how many layers a round scores: those that one gradient for all of them (`gradient`) names. None scores
@@ -351,6 +335,32 @@ class LayerScorer:
 
 def _key(full_layers: Sequence[int], example: int) -> str:
     return f"{','.join(map(str, full_layers))}:{example}"
+
+
+def provenance_of(rounds: Sequence[NLLScores]) -> dict[str, Any]:
+    """What a greedy search found, as plain JSON values.
+
+    The layers in the order in which they were picked; what each is worth beside those picked before it, with its
+    interval; its scores in every round, and the gradients that named the layers tried. Layers not tried have null.
+    """
+    worth = [Estimate(math.nan, None, None)] * len(rounds[0].mean)
+    for scores in rounds:
+        for layer, estimate in enumerate(scores.intervals()):
+            if layer not in scores.full_layers and not math.isnan(estimate.mean):
+                worth[layer] = estimate
+    gradients = [scores.gradient.tolist() for scores in rounds if scores.gradient is not None]
+    return {
+        "picked": [layer for scores in rounds for layer in scores.picked],
+        "scores": _known(np.array([one.mean for one in worth])),
+        "intervals": [one.interval for one in worth],
+        "rounds": [_known(scores.mean) for scores in rounds],
+        **({"gradients": gradients} if gradients else {}),
+    }
+
+
+def _known(values: np.ndarray) -> list[float | None]:
+    """Plain JSON values: null for NaN."""
+    return [None if math.isnan(value) else value for value in values.tolist()]
 
 
 def tried_by_depth(layers: int) -> int | None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from swa_jax.estimates import paired_accuracy, paired_bootstrap
-from swa_jax.select.method_table import By
 
+By = Literal["answers", "loss"]  # what is scored: answers that are right, or the answers' loss
 LEAST_RIGHT = 0.5  # of the answers, with full attention: below, what windows cost is lost in what the model cannot do
 
 _EASIER = (

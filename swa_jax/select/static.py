@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,8 @@ from swa_jax.model.layers import query_scale, rope_tables
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select.attention_rows import Heads, Rows, logits_of, sum_over_rows
 from swa_jax.select.kl import kl_scores
-from swa_jax.select.method_table import StaticMethod
+
+StaticMethod = Literal["dcam", "apl", "proxy", "qada", "razor", "fisher", "fisher-text", "kl", "kl-layers"]
 
 LARGER_IS_LOCAL: dict[StaticMethod, bool] = {
     "dcam": True,
@@ -55,14 +56,8 @@ LARGER_IS_LOCAL: dict[StaticMethod, bool] = {
     "kl": False,
     "kl-layers": False,
 }
-IN_WINDOW: tuple[StaticMethod, ...] = (
-    "dcam",
-    "qada",
-    "fisher",
-    "fisher-text",
-    "kl",
-    "kl-layers",
-)  # the same for all heads where the window holds everything
+# The same for all heads where the window holds everything.
+IN_WINDOW: tuple[StaticMethod, ...] = ("dcam", "qada", "fisher", "fisher-text", "kl", "kl-layers")
 OF_THE_PAPER: tuple[StaticMethod, ...] = ("dcam", "apl", "proxy", "qada", "razor", "fisher")
 PROXY_BLOCK, PROXY_MASS = 64, 0.9
 QADA_BUFFER = 64

@@ -24,7 +24,7 @@ def source():
 def test_a_candidate_has_as_many_full_layers_as_fit(source):
     memory = Memory(source.config, source.hf_config, 1024)
     for budget in (0.2, 0.3, 0.5, 0.9):
-        pattern = fitting(Point("nll", 64), memory, budget, order=[5, 2, 0, 1, 3, 4, 6, 7])
+        pattern = fitting(Point("nll-gradient", 64), memory, budget, order=[5, 2, 0, 1, 3, 4, 6, 7])
         full = len(pattern.full_layers)
         assert full == int((budget - 64 / 1024) / (1 - 64 / 1024) * 8)
         assert set(pattern.full_layers) == set([5, 2, 0, 1, 3, 4, 6, 7][:full])
@@ -98,7 +98,7 @@ def test_the_search_finds_the_best_and_goes_on_from_its_file(source, tmp_path, m
 class Asked:
     """In place of `LayerScorer` and `MaskEvaluator`: remembers what it was made with."""
 
-    layers, shape = 8, (8, 4)
+    layers, shape, num_known, num_evaluations, full_attention_decode = 8, (8, 4), 0, 0, False
 
     def __init__(self, model, examples, **options):
         type(self).examples, type(self).options = examples, options
@@ -118,8 +118,8 @@ class Asked:
 
 
 def ranked(source, tmp_path, monkeypatch, unit, effort, budget=0.45):
-    monkeypatch.setattr(search_module, "LayerScorer", Asked)
-    monkeypatch.setattr(search_module, "MaskEvaluator", Asked)
+    monkeypatch.setattr("swa_jax.select.nll.LayerScorer", Asked)
+    monkeypatch.setattr("swa_jax.select.evaluator.MaskEvaluator", Asked)
     memory = Memory(source.config, source.hf_config, 1024)
     space = find_space(memory, budget, [64], unit)
     example = Example([1] * 9, [2], [])
@@ -138,7 +138,7 @@ def test_layers_are_ranked_with_sink_tokens_on_a_few_examples(source, tmp_path, 
     assert search._order == [1, 2, 6]
     worth = [score[0] for score in search._layer_scores]
     assert worth == [0.0, 2.0, 0.75, 0.0, 0.0, 0.0, 0.5, 0.0]  # beside those found before
-    pattern = search._pattern(Point("nll", 64, 4))
+    pattern = search._pattern(Point("nll-gradient", 64, 4))
     assert pattern.full_layers == (1, 2, 6)
     assert pattern.provenance["picked"] == [1, 2, 6]
     assert pattern.provenance["gradients"] == [[float(i) for i in range(8)]]
@@ -161,7 +161,7 @@ def test_heads_are_ranked_the_same_way(source, tmp_path, monkeypatch):
         order = [(layer, 3) for layer in range(8)] + [(layer, 0) for layer in range(8)]
         return Heads(order[:count], [[[0.0] * 4] * 8], (8, 4))
 
-    monkeypatch.setattr(search_module, "greedy_heads", greedy_heads)
+    monkeypatch.setattr("swa_jax.select.greedy_heads.greedy_heads", greedy_heads)
     search = ranked(source, tmp_path, monkeypatch, "heads", "normal")
     assert Asked.options["num_sink_tokens"] == 4
     pattern = search._pattern(Point("nll-heads", 64, 4))

@@ -9,7 +9,7 @@ import pytest
 from command_line import fails, run
 from tiny_models import byte_checkpoint, make
 
-import swa_jax.adapt.demo
+import swa_jax.adapt.job
 import swa_jax.train.loop
 from swa_jax.checkpoint.folder import load_model, save_model
 from swa_jax.errors import ConfigError
@@ -55,7 +55,7 @@ def test_unexpected_errors_keep_their_traceback(monkeypatch):
     def broken(*_):
         return int("x")  # a ValueError of the interpreter's, raised in this file
 
-    monkeypatch.setattr(swa_jax.adapt.demo, "run_demo", broken)
+    monkeypatch.setattr(swa_jax.adapt.job, "prepare", broken)
     with pytest.raises(ValueError, match="invalid literal"):
         run("demo")
 
@@ -65,10 +65,13 @@ def test_unexpected_errors_keep_their_traceback(monkeypatch):
 
 def test_demo(monkeypatch, tmp_path):
     calls = []
-    monkeypatch.setattr(swa_jax.adapt.demo, "run_demo", lambda *args: calls.append(args))
-    run("demo")
-    run("demo", "--out", tmp_path, "--model", "m")
-    assert calls == [(Path("runs/demo"), None), (tmp_path, Path("m"))]
+    monkeypatch.setattr("swa_jax.cli.adapt.carry_out_and_report", calls.append)
+    for words in ((), ("--out", tmp_path)):
+        assert "adapt a model of your own: swa-jax adapt MODEL OUT" in run("demo", *words)
+    assert [(settings.model, settings.out) for settings in calls] == [
+        ("chains", Path("runs/demo")),
+        ("chains", tmp_path),
+    ]
 
 
 def test_train(monkeypatch, tmp_path):
@@ -138,7 +141,7 @@ def test_select_writes_a_pattern_and_a_picture(checkpoint, tmp_path):
     assert len(pattern.provenance["scores"]) == 2
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert load_model(checkpoint, pattern=out).pattern == pattern
-    sentence = "give exactly one of --budget, --one-in and --kv-budget: how many layers stay full"
+    sentence = "give exactly one of --ratio, --budget, --one-in and --kv-budget: how many layers stay full"
     assert fails("select", "nll", checkpoint, "--out", out) == sentence
     assert fails("select", "nll", checkpoint, "--out", "x.txt", "--budget", 1).startswith("--out is x.txt")
 

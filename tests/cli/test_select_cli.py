@@ -1,22 +1,24 @@
-"""`select bosch | static | heuristic` and `pattern diff` as a user calls them."""
+"""`select METHOD` and `pattern diff` as a user calls them."""
 
 import dataclasses
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import typer
 from command_line import fails, run
-from planted import KV_HEADS, LAYERS, WINDOW_SIZE, planted_examples, planted_mask, planted_model
+from planted import KV_HEADS, LAYERS, PLANTED, WINDOW_SIZE, planted_examples, planted_mask, planted_model
 from tiny_models import byte_checkpoint
 
 from swa_jax.checkpoint.folder import load_model
+from swa_jax.cli.select import app
 from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.evaluate import prompt_examples
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select import nll_scores
 from swa_jax.select.heads import head_mask, head_pattern, rank_correlation
+from swa_jax.select.methods import DEFAULT, METHODS
 
 NEEDLES = ("--examples", 2, "--length", 320, "--batch-size", 2)
 
@@ -41,7 +43,7 @@ def planted(monkeypatch):
     monkeypatch.setattr("swa_jax.checkpoint.folder.weights_sum", lambda _: "planted")
 
     def opened(_):
-        return SimpleNamespace(config=planted_model().config, pattern=planted_model().pattern)
+        return SimpleNamespace(config=planted_model().config, pattern=planted_model().pattern, hf_config={})
 
     monkeypatch.setattr("swa_jax.checkpoint.folder.open_checkpoint", opened)
 
@@ -54,13 +56,13 @@ def test_bosch_writes_a_pattern_a_picture_and_its_evaluations(planted, tmp_path)
     assert f"written to {out} and {out.with_suffix('.png')}" in output
     pattern = AttentionPattern.from_json(out)
     np.testing.assert_array_equal(head_mask(pattern, KV_HEADS), planted_mask())
-    kept = json.loads(out.with_suffix(".evaluations.json").read_text())["scores"]
+    kept = json.loads(out.with_suffix(".scores.json").read_text())["scores"]
     assert len(kept) == pattern.provenance["evaluations"]
     assert out.with_suffix(".png").stat().st_size > 1000
     again = run("select", "bosch", *options)
     assert f"has the scores of {len(kept)} masks: going on from there" in again
     assert AttentionPattern.from_json(out) == pattern
-    output = run("select", "bosch", *options, "--variant", "layer", "--iterations", 2, "--seed", 1)
+    output = run("select", "bosch-layer", *options, "--iterations", 2, "--seed", 1)
     assert AttentionPattern.from_json(out).provenance["method"] == "bosch-layer"
 
 
@@ -74,7 +76,7 @@ def refused_unless_forced(method, folder, *options):
     """By prompts of 49 tokens that a window of 64 holds."""
     out = folder / f"{method}.json"
     arguments = ("select", method, "x", *options, "--out", out)
-    arguments = arguments if "--recent" in options else (*arguments, "--window", 64)
+    arguments = (*arguments, "--window", 64)
     said = run(*arguments, status=2).strip()  # a progress bar leaves a line
     assert ": the choice would mean nothing, and no pattern is written. Take longer prompts" in said
     assert not out.exists()
@@ -94,33 +96,29 @@ def test_rankings_without_a_window_go_on(planted, tmp_path):
     assert (tmp_path / "p.json").exists()
 
 
-def test_every_method_is_a_command_and_a_row_of_the_docs():
-    from swa_jax.select.method_table import METHODS, methods_table
+def test_every_method_has_the_same_options_and_its_own():
+    commands = typer.main.get_command(app).commands
+    assert list(commands) == list(METHODS)
+    common = (
+        "ratio budget kv-budget for prompts min-answer chains chat fa-decode window sink-tokens resume-file out force"
+    )
+    options = {name: {flag for one in command.params for flag in one.opts} for name, command in commands.items()}
+    shared = set.intersection(*options.values())
+    assert {f"--{name}" for name in common.split()} <= shared
+    own = {name: {f"--{one.replace('_', '-')}" for one in METHODS[name].options} for name in METHODS}
+    for name, flags in options.items():
+        assert flags - shared == own[name] | ({"--mesh"} if METHODS[name].meshes else set())
+    assert own["bosch"] == {"--iterations", "--optimizer", "--by"}
+    assert own["kl"] == own["interleave"] == set()
 
-    assert methods_table() in (Path(__file__).parents[2] / "docs" / "selection.md").read_text()
-    for name in METHODS:
-        assert "--out" in run("select", name, "--help")
 
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "interleave",
-        "random-heads",
-        *(pytest.param(m, marks=pytest.mark.slow) for m in ("bosch-single", "bosch-layer", "fisher")),
-    ],
-)
-def test_a_command_chooses_what_compare_chooses_by_that_name(planted, tmp_path, name):
-    from swa_jax.select.method_table import METHODS
-    from swa_jax.select.methods import choose
-
-    more = () if METHODS[name].family in ("static", "heuristic") else ("--iterations", 2)
-    options = ("--ratio", 0.75, "--window", WINDOW_SIZE, "--out", tmp_path / "p.json", *more)
-    run("select", name, "x", *options)
-    chosen = AttentionPattern.from_json(tmp_path / "p.json")
-    assert chosen.provenance["method"] == name
-    (same,) = choose(name, planted_model(), planted_examples(), [0.75], sliding_window=WINDOW_SIZE, iterations=2)
-    assert (same, same.provenance["method"]) == (chosen, name)
+def test_without_a_method_it_is_the_default(planted, tmp_path):
+    options = ("x", "--one-in", 2, "--window", WINDOW_SIZE, "--batch-size", 16, "--out", tmp_path / "p.json")
+    run("select", *options)
+    pattern = AttentionPattern.from_json(tmp_path / "p.json")
+    assert pattern.provenance["method"] == DEFAULT["layers"]
+    assert pattern.full_layers == tuple(sorted({layer for layer, _ in PLANTED}))
+    assert fails("select", "fischer", *options) == "method 'fischer' is not known; did you mean 'fisher'?"
 
 
 def test_a_search_by_prompts_that_tell_nothing_does_not_begin(checkpoint, tmp_path):
@@ -150,13 +148,13 @@ def test_bosch_by_loss(planted, tmp_path):
     pattern = AttentionPattern.from_json(out)
     assert (pattern.provenance["scored_by"], pattern.provenance["windowed_heads"]) == ("loss", 24)
     said = fails("select", "bosch", *options)
-    assert said.startswith(f"{out.with_suffix('.evaluations.json')} holds scores made with by = loss")
+    assert said.startswith(f"{out.with_suffix('.scores.json')} holds scores made with by = loss")
 
 
 @pytest.mark.parametrize("method", ["dcam", "razor"])
-def test_static_writes_a_pattern_with_its_scores(checkpoint, tmp_path, method):
+def test_a_ranking_writes_a_pattern_with_its_scores(checkpoint, tmp_path, method):
     out = tmp_path / "p.json"
-    run("select", "static", checkpoint, method, "--ratio", 0.5, "--window", 16, "--out", out, *NEEDLES)
+    run("select", method, checkpoint, "--ratio", 0.5, "--window", 16, "--out", out, *NEEDLES)
     pattern = AttentionPattern.from_json(out)
     said = pattern.provenance
     assert (said["method"], said["windowed_heads"], np.shape(said["scores"])) == (method, 2, (2, 2))
@@ -164,29 +162,15 @@ def test_static_writes_a_pattern_with_its_scores(checkpoint, tmp_path, method):
     assert out.with_suffix(".png").exists()
 
 
-def test_static_needs_a_window(checkpoint, tmp_path):
-    arguments = ("select", "static", checkpoint, "dcam", "--ratio", 0.5, "--out", tmp_path / "p.json")
+def test_a_window_is_needed(checkpoint, tmp_path):
+    arguments = ("select", "dcam", checkpoint, "--ratio", 0.5, "--out", tmp_path / "p.json")
     assert fails(*arguments) == "--window is missing: give it, as the model's own pattern has none"
 
 
-def test_heuristics_keep_the_count(checkpoint, tmp_path):
+def test_choices_by_chance_keep_the_count(checkpoint, tmp_path):
     out = tmp_path / "p.json"
-    run("select", "heuristic", checkpoint, "random-heads", "--ratio", 0.75, "--window", 16, "--out", out)
+    run("select", "random-heads", checkpoint, "--ratio", 0.75, "--window", 16, "--out", out)
     assert (~head_mask(AttentionPattern.from_json(out), 2)).sum() == 3
-
-
-def test_methods_can_be_named_alone(checkpoint, tmp_path):
-    options = ("--ratio", 0.5, "--window", 16)
-    for short, long in (
-        (("random", checkpoint), ("heuristic", checkpoint, "random")),
-        (("interleave", checkpoint), ("heuristic", checkpoint, "interleave")),
-        (("qada", checkpoint, *NEEDLES), ("static", checkpoint, "qada", *NEEDLES)),
-    ):
-        run("select", *short, *options, "--out", tmp_path / "short.json")
-        run("select", *long, *options, "--out", tmp_path / "long.json")
-        patterns = [AttentionPattern.from_json(tmp_path / f"{name}.json") for name in ("short", "long")]
-        assert patterns[0] == patterns[1]
-        assert patterns[0].provenance["method"] == patterns[1].provenance["method"]
 
 
 def test_pattern_diff_counts_and_swaps(tmp_path):
@@ -243,10 +227,10 @@ def test_nll_goes_on_from_its_file_and_writes_what_it_found(checkpoint, tmp_path
     output = run("select", "nll", checkpoint, *options)
     assert f"{kept} has the scores of 2 examples: going on from there" in output
     assert AttentionPattern.from_json(out) == first
-    output = run("select", "nll", checkpoint, *options, "--greedy")
+    run("select", "nll-greedy", checkpoint, *options)
     pattern = AttentionPattern.from_json(out)
     assert pattern.provenance["method"] == "nll-greedy"
-    assert f"chosen in this order: {pattern.provenance['picked']}" in output
+    assert pattern.provenance["picked"] == list(pattern.full_layers)
     assert pattern.full_layers == first.full_layers  # a budget of one is one round
     assert json.loads(kept.read_text())["scores"] == before
     for other in ("--fa-decode", "--score-fa-decode"):
@@ -268,16 +252,17 @@ def test_nll_says_when_the_prompts_are_too_short(planted, tmp_path):
 
 def test_wrong_arguments_of_layer_selection_get_a_sentence(checkpoint, tmp_path):
     nll = ("select", "nll", checkpoint, "--out", tmp_path / "p.json", *LAYER_NEEDLES)
-    assert fails(*nll) == "give exactly one of --budget, --one-in and --kv-budget: how many layers stay full"
-    assert fails(*nll, "--budget", 3) == "budget is 3 full layers, the model has 2"
-    assert "--tried is the number of layers that a round of --greedy scores" in fails(*nll, "--budget", 1, "--tried", 2)
-    assert fails(*nll, "--budget", 0, "--greedy") == "--greedy chooses one layer at least, but --budget is 0"
+    assert fails(*nll) == "give exactly one of --ratio, --budget, --one-in and --kv-budget: how many layers stay full"
+    assert fails(*nll, "--budget", 3) == "--budget is 3 full layers, the model has 2"
+    heads = ("select", "kl", checkpoint, "--out", tmp_path / "p.json", *LAYER_NEEDLES)
+    assert fails(*heads, "--budget", 5) == "--budget is 5 full KV heads, the model has 4"
+    assert fails(*heads, "--ratio", 2) == "--ratio is 2: the share of windowed KV heads must lie between 0 and 1"
     assert fails(*nll, "--budget", 1, "--mesh", "rows=2").startswith("--mesh must be sizes of the axes data, fsdp,")
     said = fails(*nll, "--budget", 1, "--mesh", "data=64")
     assert said.startswith("--mesh data=64: 'mesh' (")
     assert "asks for 64 devices" in said
-    lazy = ("select", "light-transfer", checkpoint, "--out", tmp_path / "p.json", *NEEDLES)
-    assert fails(*lazy, "--budget", 3) == "budget is 3 full layers, the model has 2"
+    lazy = ("select", "light-transfer", checkpoint, "--out", tmp_path / "p.json", *LAYER_NEEDLES)
+    assert fails(*lazy, "--budget", 3) == "--budget is 3 full layers, the model has 2"
     assert not (tmp_path / "p.json").exists()
 
 
@@ -287,13 +272,13 @@ def test_light_transfer_writes_a_pattern_with_its_scores(checkpoint, tmp_path):
     run("select", "light-transfer", checkpoint, *options, "--window", 24)
     pattern = AttentionPattern.from_json(out)
     said = pattern.provenance
-    assert (pattern.sliding_window, pattern.num_sink_tokens, len(pattern.full_layers)) == (24, 2, 1)
+    assert (pattern.sliding_window, pattern.num_sink_tokens, len(pattern.full_layers)) == (24, 0, 1)
     assert (said["method"], said["recent_keys"], np.shape(said["scores"])) == ("light-transfer", 16, (2,))
     assert out.with_suffix(".png").stat().st_size > 1000
     run("select", "light-transfer", checkpoint, "--one-in", 2, "--out", tmp_path / "q.json", *NEEDLES, "--window", 24)
     assert AttentionPattern.from_json(tmp_path / "q.json").provenance["recent_keys"] == 20
-    said = fails("select", "light-transfer", checkpoint, "--one-in", 2, "--out", out, *NEEDLES)
-    assert said.startswith("--recent 1020 reaches over whole prompts, so that every layer is lazy: ")
+    said = fails("select", "light-transfer", checkpoint, "--one-in", 2, "--out", out, *NEEDLES, "--window", 1024)
+    assert said.startswith("the 1020 keys of --recent reach over whole prompts, so that every layer is lazy: ")
     assert AttentionPattern.from_json(out) == pattern  # what was there is not lost
 
 
@@ -313,8 +298,8 @@ def prompts(tmp_path):
 def test_layers_are_chosen_by_prompts_of_ones_own(checkpoint, prompts, tmp_path):
     out = tmp_path / "layers.json"
     options = ("--prompts", prompts, "--window", 8, "--length", 64, "--batch-size", 2, "--out", out, "--force")
-    output = run("select", "nll", checkpoint, "--budget", 1, "--examples", 5, *options)
-    assert "5 examples scored in" in output
+    long = ("--min-answer", 20, "--resume-file", tmp_path / "scores.json")
+    run("select", "nll", checkpoint, "--budget", 1, "--examples", 5, *options, *long)
     provenance = AttentionPattern.from_json(out).provenance
     assert provenance["data"] == f"5 prompts of {prompts} with at most 64 tokens"
 
@@ -327,9 +312,9 @@ def test_layers_are_chosen_by_prompts_of_ones_own(checkpoint, prompts, tmp_path)
     expected = nll_scores(model, drawn, sliding_window=8, full_attention_decode=False, batch_size=2)
     np.testing.assert_allclose(provenance["scores"], expected, atol=1e-6)
 
-    run("select", "static", checkpoint, "qada", "--ratio", 0.5, "--examples", 6, *options)
+    run("select", "qada", checkpoint, "--ratio", 0.5, "--examples", 6, *options)
     assert "6 prompts of" in AttentionPattern.from_json(out).provenance["data"]  # short answers too
-    assert fails("select", "nll", checkpoint, "--budget", 1, "--examples", 6, *options) == (
+    assert fails("select", "nll", checkpoint, "--budget", 1, "--examples", 6, *options, *long) == (
         f"6 examples are asked for, but 5 of the 7 records of {prompts} are at most 64 tokens long with an answer of "
         "at least 20: ask for fewer, or allow longer prompts or shorter answers"
     )
@@ -344,13 +329,16 @@ def test_layers_are_chosen_by_prompts_of_ones_own(checkpoint, prompts, tmp_path)
 def test_as_many_layers_stay_full_as_fit_the_cache(checkpoint, tmp_path):
     nll = ["select", "nll", checkpoint, "--window", 16, *NEEDLES, "--out", tmp_path / "p.json", "--force"]
     said = run(*nll, "--kv-budget", 0.6)
-    assert "1 full layers fit: with them the cache of 320 tokens takes 52.5% of full attention's, counted here" in said
+    assert (
+        "1 of 2 layers stay full: with them the cache of 320 tokens takes 52.5% of full attention's, counted here"
+        in said
+    )
     assert len(AttentionPattern.from_json(tmp_path / "p.json").full_layers) == 1
     said = run(*nll, "--kv-budget", 0.6, "--serve-length", 64)
-    assert "0 full layers fit: with them the cache of 64 tokens takes 25.0%" in said
+    assert "0 of 2 layers stay full: with them the cache of 64 tokens takes 25.0%" in said
     assert "takes at least 0.05 of full attention's" in fails(*nll, "--kv-budget", 0.01)
     assert fails(*nll, "--kv-budget", 2) == "--kv-budget is 2: give a share above 0 and at most 1"
-    assert fails(*nll, "--kv-budget", 0.5, "--one-in", 2).startswith("give exactly one of --budget, --one-in and")
+    assert fails(*nll, "--kv-budget", 0.5, "--one-in", 2).startswith("give exactly one of --ratio, --budget, --one-in")
     assert "--for says where or how" in fails(*nll, "--one-in", 2, "--for", "vllm")
     assert fails(*nll, "--kv-budget", 0.04, "--fa-decode").startswith("--kv-budget 0.04 cannot be met")
     assert fails(*nll, "--kv-budget", 0.5, "--for", "vlm").startswith("--for is 'vlm'; did you mean 'vllm'")
@@ -361,5 +349,6 @@ def test_as_many_heads_stay_full_as_fit_the_cache(checkpoint, tmp_path):
     said = run(*words, "--kv-budget", 0.8, "--serve-length", 320)
     assert "3 of 4 KV heads stay full: with them the cache of 320 tokens takes 76.2%" in said
     assert head_mask(AttentionPattern.from_json(tmp_path / "p.json"), 2).sum() == 3
-    assert fails(*words) == "give exactly one of --ratio and --kv-budget: how many KV heads are windowed"
+    assert fails(*words).endswith("--one-in and --kv-budget: how many KV heads stay full")
+    assert "runs no single full heads" in fails(*words, "--kv-budget", 0.8, "--for", "vllm")
     assert "give that too" in fails(*words, "--ratio", 0.5, "--serve-length", 64)

@@ -87,8 +87,7 @@ ADDED = {
     # A few prompts of a model that was made in one step tell nothing.
     "swa-jax adapt": ["--force"],
     "swa-jax compare": ["--force"],
-    "swa-jax select nll": ["--force"],
-    "swa-jax select bosch": ["--force"],
+    "swa-jax select": ["--force"],
     "make": ["--dry-run"],  # what they would run has tests of its own; the target must be there
 }
 STEPS = 1  # of each stage, wherever something trains
@@ -128,12 +127,16 @@ def command_line():
 
 
 def options_of(words: list[str]) -> set[str]:
-    """The options of the verb of a `swa-jax` command."""
+    """The options of the verb of a `swa-jax` command; `select MODEL` has those of the default method."""
+    from swa_jax.select.methods import DEFAULT
+
     command = command_line()
     for word in words[1:]:
         if not hasattr(command, "commands") or word not in command.commands:
             break
         command = command.commands[word]
+    if words[1] == "select" and hasattr(command, "commands"):
+        command = command.commands[DEFAULT["layers"]]
     return {option for parameter in command.params for option in parameter.opts}
 
 

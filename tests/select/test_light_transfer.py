@@ -1,6 +1,7 @@
 """LightTransfer's lazy ratio against whole attention matrices, and what it makes of a planted model."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from swa_jax.evaluate.nll import answer_batches
 from swa_jax.model.attention import layer_plan
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.select import LazyRatios, lazy_ratios, light_transfer_pattern, static
+from swa_jax.select import LazyRatios, Task, choose, lazy_ratios, light_transfer, static
 from swa_jax.select.light_transfer import lazy_ratio
 
 CONFIG = dataclasses.replace(PLAIN, num_hidden_layers=2, initializer_range=0.4)
@@ -72,16 +73,19 @@ def test_what_the_window_holds_is_all_lazy(model):
     assert (got.last_queries, got.num_sink_tokens, got.recent_keys) == (32, 4, 1020)
 
 
-def test_lazy_layers_are_windowed():
+def test_lazy_layers_are_windowed(monkeypatch):
     scores = LazyRatios(np.array([[0.9, 0.2, 0.5, 0.2]] * 3), 32, 4, 1020)
-    pattern = light_transfer_pattern(scores, budget=2, data="needles", seed=1)
-    assert pattern.full_layers == (1, 3)
-    assert (pattern.sliding_window, pattern.num_sink_tokens) == (1020, 4)
-    said = AttentionPattern.from_json(pattern.to_json()).provenance
+    monkeypatch.setattr(light_transfer, "lazy_ratios", lambda *_, **options: asked.append(options) or scores)
+    asked = []
+    task = Task(SimpleNamespace(config=CONFIG), [Example([1] * 5000, [2], [])], 2048, 1, data="needles", seed=1)
+    half, quarter = choose("light-transfer", task, [0.5, 0.75])
+    assert (half.full_layers, quarter.full_layers) == ((1, 3), (1,))
+    assert (half.sliding_window, half.num_sink_tokens) == (2048, 1)
+    said = AttentionPattern.from_json(half.to_json()).provenance
     assert (said["method"], said["recent_keys"], said["scores"][0]) == ("light-transfer", 1020, 0.9)
-    other = light_transfer_pattern(scores, one_in_n=4, sliding_window=64, num_sink_tokens=0)
-    assert (other.full_layers, other.sliding_window, other.num_sink_tokens) == ((1,), 64, 0)
     assert scores.intervals()[1].mean == pytest.approx(0.2)
+    choose("light-transfer", dataclasses.replace(task, sliding_window=64), [0.5], lazy_sinks=10)
+    assert [options["recent_keys"] for options in asked] == [1020, 54]
 
 
 @pytest.mark.parametrize(("last", "hits"), [(32, range(3)), (1, range(1, 4))])
@@ -96,7 +100,7 @@ def test_means_over_heads_and_queries_miss_planted_layers(last, hits):
         recent_keys=WINDOW_SIZE,
         batch_size=16,
     )
-    chosen = light_transfer_pattern(ratios, budget=len(layers)).full_layers
+    chosen = np.argsort(ratios.mean, kind="stable")[: len(layers)].tolist()
     print(f"LightTransfer on {last} queries: {len(layers & set(chosen))} of {len(layers)} planted layers")
     assert len(layers & set(chosen)) in hits
     assert len(chosen) == len(layers) < LAYERS

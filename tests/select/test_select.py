@@ -13,9 +13,8 @@ from swa_jax.evaluate import Example, answer_nll
 from swa_jax.evaluate.nll import score_batch
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.generate import generate
-from swa_jax.model.layer_types import WINDOW
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.select import NLLScores, nll_deltas, nll_pattern, nll_scores, select_layers
+from swa_jax.select import NLLScores, nll_deltas, nll_scores
 
 LAYERS, WINDOW_SIZE = 5, 6
 CARRIER, READER = 1, 3
@@ -55,7 +54,7 @@ def test_the_planted_layer_is_found(scores):
     np.testing.assert_array_equal(scores.deltas[:, silent], 0)
     assert scores.mean[CARRIER] > 0.2
     assert 0 < abs(scores.mean[READER]) < scores.mean[CARRIER] / 4
-    assert select_layers(scores.mean, 1) == (CARRIER,)
+    assert scores.best() == [CARRIER]
 
 
 def test_without_full_attention_decode_the_reader_shows(model, examples, scores):
@@ -63,7 +62,7 @@ def test_without_full_attention_decode_the_reader_shows(model, examples, scores)
         model, examples, sliding_window=WINDOW_SIZE, num_sink_tokens=1, batch_size=4, full_attention_decode=False
     )
     assert plain[READER] > 2 * abs(scores.mean[READER])
-    assert select_layers(plain, 2) == (CARRIER, READER)
+    assert sorted(np.argsort(-plain)[:2]) == [CARRIER, READER]
 
 
 def test_scores_are_differences_of_answer_nll(model, examples, scores):
@@ -118,34 +117,6 @@ def test_a_prompt_that_the_window_holds_scores_exactly_zero(model, examples):
 def test_a_window_is_needed(model, examples, options):
     with pytest.raises(ConfigError, match="sliding_window is missing"):
         nll_scores(model, examples, **options)
-
-
-def test_select_layers_breaks_ties_downwards_and_refuses_nonsense():
-    assert select_layers([0.0, 2.0, 1.0, 2.0], 2) == (1, 3)
-    assert select_layers([1.0, 1.0, 1.0], 2) == (0, 1)
-    assert select_layers([1.0, 1.0], 0) == ()
-    with pytest.raises(ConfigError, match="budget is 3 full layers, the model has 2"):
-        select_layers([1.0, 1.0], 3)
-    with pytest.raises(ConfigError, match="finite"):
-        select_layers([1.0, float("nan")], 1)
-
-
-def test_pattern_says_where_it_came_from_and_survives_json():
-    scores = NLLScores(np.array([[0.0, 0.5, 0.1, 0.2]] * 3), np.ones(3), sliding_window=16, num_sink_tokens=4)
-    pattern = nll_pattern(scores, one_in_n=2, full_attention_decode=True, data="needles", seed=7)
-    assert pattern.full_layers == (1, 3)
-    assert pattern.layer_types[0] == WINDOW
-    assert (pattern.sliding_window, pattern.num_sink_tokens, pattern.full_attention_decode) == (16, 4, True)
-    again = AttentionPattern.from_json(pattern.to_json())
-    assert again == pattern
-    assert again.provenance["method"] == "nll"
-    assert again.provenance["scores"] == pytest.approx([0.0, 0.5, 0.1, 0.2])
-    assert (again.provenance["num_examples"], again.provenance["seed"]) == (3, 7)
-    assert nll_pattern(scores, budget=1).full_layers == (1,)
-    assert nll_pattern(scores, budget=1).full_attention_decode  # as scored
-    for wrong in ({}, {"budget": 1, "one_in_n": 2}):
-        with pytest.raises(ConfigError, match="exactly one"):
-            nll_pattern(scores, **wrong)
 
 
 def test_intervals_surround_the_mean():

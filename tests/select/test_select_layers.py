@@ -15,9 +15,10 @@ from swa_jax.evaluate import Example, answer_nll
 from swa_jax.evaluate.nll import score_batch
 from swa_jax.model.decoder import Block, Decoder
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.select import LayerScorer, greedy_pattern, nll_deltas, nll_greedy, nll_pattern, select_layers, toggles
+from swa_jax.select import LayerScorer, Task, choose, nll_deltas, toggles
 from swa_jax.select import nll as nll_module
 from swa_jax.select.heads import heuristic_mask
+from swa_jax.select.nll import provenance_of
 
 LAYERS = 5
 # Losses near log 64, so that 1e-6 is two units in their last place.
@@ -191,14 +192,14 @@ PLANTED_OPTIONS = {"sliding_window": WINDOW_SIZE, "num_sink_tokens": 0, "batch_s
 @pytest.mark.parametrize("reuse", [True, False])
 def test_the_planted_layers_are_found(reuse):
     scores = nll_deltas(planted_model(), planted_examples(), reuse=reuse, **PLANTED_OPTIONS)
-    assert select_layers(scores.mean, len(PLANTED_LAYERS)) == PLANTED_LAYERS
+    assert tuple(sorted(scores.best(len(PLANTED_LAYERS)))) == PLANTED_LAYERS
     others = [layer for layer in range(scores.deltas.shape[1]) if layer not in PLANTED_LAYERS]
     assert scores.mean[list(PLANTED_LAYERS)].min() > 3 * np.abs(scores.mean[others]).max()
 
 
 def test_greedy_finds_the_planted_layers():
-    rounds = nll_greedy(planted_model(), planted_examples(), len(PLANTED_LAYERS), **PLANTED_OPTIONS)
-    pattern = greedy_pattern(rounds, data="planted", seed=3)
+    task = Task(planted_model(), planted_examples(), WINDOW_SIZE, batch_size=16)
+    (pattern,) = choose("nll-greedy", task, [0.5])
     assert pattern.full_layers == PLANTED_LAYERS
     assert sorted(pattern.provenance["picked"]) == list(PLANTED_LAYERS)
     assert pattern.provenance["method"] == "nll-greedy"
@@ -215,16 +216,12 @@ def test_a_gradient_names_the_layers_that_greedy_scores(tmp_path, monkeypatch):
 
     seen = []
     rounds = scorer().greedy(4, tried=2, progress=lambda *counts: seen.append(counts))
-    pattern = greedy_pattern(rounds)
-    assert pattern.full_layers == PLANTED_LAYERS
+    found = json.loads(json.dumps(provenance_of(rounds)))
+    assert tuple(sorted(found["picked"])) == PLANTED_LAYERS
     assert seen[-1] == (28, 28)
     assert seen == sorted(seen)
-    assert pattern.provenance["method"] == "nll-gradient"
-    assert AttentionPattern.from_json(pattern.to_json()) == pattern
     exact, full = LayerScorer(model, examples, **PLANTED_OPTIONS), []
-    for scores, row, gradient in zip(
-        rounds, pattern.provenance["rounds"], pattern.provenance["gradients"], strict=True
-    ):
+    for scores, row, gradient in zip(rounds, found["rounds"], found["gradients"], strict=True):
         named = sorted(range(8), key=lambda layer: (layer in full, -gradient[layer]))[:2]
         assert [i for i, value in enumerate(row) if value is not None] == sorted({*named, *full})
         assert scores.full_layers == tuple(sorted(full))
@@ -262,11 +259,10 @@ def test_two_layers_that_do_the_same_fool_scoring_once():
     asked = {c: [e for e in drawn if e.prompt[-1] == question + c] for c in (0, 1)}
     examples = asked[0] + asked[1][:4]
     seen = []
-    once = nll_pattern(nll_deltas(model, examples, **PLANTED_OPTIONS), budget=2)
-    rounds = nll_greedy(
-        model, examples, 2, progress=lambda *counts: seen.append(counts), toggles_at_once=3, **PLANTED_OPTIONS
-    )
-    greedy = greedy_pattern(rounds)
+    task = Task(model, examples, WINDOW_SIZE, batch_size=16, force=True)
+    (once,) = choose("nll", task, [0.75])
+    task.progress = lambda *counts: seen.append(counts)
+    (greedy,) = choose("nll-greedy", task, [0.75], toggles_at_once=3)
     assert once.full_layers == (2, 3)
     assert greedy.full_layers in ((2, 5), (3, 5))
     assert seen == [(i + 1, 18) for i in range(18)]
@@ -277,4 +273,4 @@ def test_two_layers_that_do_the_same_fool_scoring_once():
 @pytest.mark.parametrize("budget", [0, 9])
 def test_greedy_refuses_a_budget_it_cannot_meet(budget):
     with pytest.raises(ConfigError, match=f"budget is {budget} full layers; greedy selection takes 1 to 8"):
-        nll_greedy(planted_model(), planted_examples(), budget, **PLANTED_OPTIONS)
+        LayerScorer(planted_model(), planted_examples(), **PLANTED_OPTIONS).greedy(budget)

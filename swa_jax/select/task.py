@@ -1,0 +1,133 @@
+"""What is to be chosen, and what a method finds."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from swa_jax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from swa_jax.evaluate.examples import Example
+    from swa_jax.evaluate.nll import AnswerScores
+    from swa_jax.model.decoder import Decoder
+    from swa_jax.model.sharding import Partition
+
+type Chosen = tuple[np.ndarray, dict[str, Any]]  # a mask [L, K] bool, True = full; or [L, 1]. And its provenance
+
+
+@dataclasses.dataclass
+class Task:
+    """What is to be chosen, and by what: the same for every method.
+
+    Attributes:
+      model: methods that look at places alone read its `config` only.
+      examples: what to choose by.
+      sliding_window, num_sink_tokens: of the windowed layers or heads.
+      full_attention_decode: whether answers are decoded with full attention, in the patterns and while those methods
+        choose that run the model with windows.
+      data: what the examples are, for the provenance; seed: how they were drawn, and the seed of the method.
+      file: where a search keeps its scores, so that an interrupted one goes on; weights: for that file, the sum of the
+        weights, as in `content_key`.
+      partition: the mesh on which weights and examples lie; only methods that say `meshes` take one.
+      force: choose also where the examples do not tell full attention from windows.
+      report: called with a line of text; progress: with (steps done, steps expected).
+    """
+
+    model: Decoder
+    examples: Sequence[Example]
+    sliding_window: int
+    num_sink_tokens: int = 0
+    full_attention_decode: bool = False
+    batch_size: int = 8
+    seed: int = 0
+    data: str = ""
+    file: Path | None = None
+    weights: str | None = None
+    partition: Partition | None = None
+    force: bool = False
+    report: Callable[[str], None] = lambda _: None
+    progress: Callable[[int, int], None] | None = None
+    _ends: dict[Any, tuple[AnswerScores, AnswerScores]] = dataclasses.field(default_factory=dict, repr=False)
+
+    @property
+    def windowed(self) -> dict[str, Any]:
+        return {"sliding_window": self.sliding_window, "num_sink_tokens": self.num_sink_tokens}
+
+    @property
+    def scoring(self) -> dict[str, Any]:
+        """How methods run the model."""
+        more = {"full_attention_decode": self.full_attention_decode, "batch_size": self.batch_size}
+        return self.windowed | more
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(L, K): layers, and KV heads in each."""
+        return self.model.config.num_hidden_layers, self.model.config.common_kv_heads
+
+    def ends(self, full_attention_decode: bool) -> tuple[AnswerScores, AnswerScores]:
+        """The scores of the examples under full attention, and under windows in every layer; computed once."""
+        from swa_jax.evaluate.nll import score_answers
+        from swa_jax.model.pattern import AttentionPattern
+
+        layers, key = self.model.config.num_hidden_layers, (*self.windowed.values(), full_attention_decode)
+        if key not in self._ends:
+            full, windowed = (
+                score_answers(
+                    self.model,
+                    self.examples,
+                    batch_size=self.batch_size,
+                    full_attention_decode=full_attention_decode,
+                    pattern=AttentionPattern.from_full_layers(
+                        kept, layers, self.sliding_window, num_sink_tokens=self.num_sink_tokens
+                    ),
+                    partition=self.partition,
+                )
+                for kept in (range(layers), ())
+            )
+            self._ends[key] = full, windowed
+        return self._ends[key]
+
+    def refuse(self, reason: str, advice: str = "take longer prompts or a smaller window") -> None:
+        """Stop before anything is chosen by nothing; with `force` say so and go on."""
+        if not self.force:
+            raise ConfigError(
+                f"{reason}: the choice would mean nothing, and no pattern is written. {advice[0].upper()}{advice[1:]}, "
+                "or choose all the same with --force"
+            )
+        self.report(f"{reason}: the choice means nothing")
+
+
+class Ranking(NamedTuple):
+    """Layers, or KV heads, the most important first.
+
+    Attributes:
+      order: layers, or pairs (layer, KV head); a search has only as many as were asked for.
+      shape: [L, 1] for layers, [L, K] for heads.
+      provenance: what they were ranked by, as plain JSON values.
+    """
+
+    order: list[Any]
+    shape: tuple[int, int]
+    provenance: dict[str, Any]
+
+    def first(self, ratio: float) -> Chosen:
+        """The mask that leaves as many full as `ratio` does not window."""
+        count = num_full(ratio, math.prod(self.shape))
+        mask = np.zeros(self.shape, bool)
+        for unit in self.order[:count]:
+            mask[unit] = True
+        picked = {"picked": self.order[:count]} if "picked" in self.provenance else {}
+        return mask, self.provenance | picked
+
+
+def num_full(ratio: float, total: int) -> int:
+    """How many of `total` layers or heads stay full where the share `ratio` is windowed, rounded up."""
+    from swa_jax.select.heads import windowed_count
+
+    return total - windowed_count(ratio, total)

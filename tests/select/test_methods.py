@@ -1,0 +1,142 @@
+"""Each method is declared once, and `select`, `compare` and `adapt` choose by one runner."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from command_line import run
+from planted import KV_HEADS, LAYERS, WINDOW_SIZE, planted_examples, planted_model
+
+from swa_jax.adapt.search import EFFORTS, Point, Search, fitting
+from swa_jax.adapt.tasks import Task as Asked
+from swa_jax.checkpoint.served_cache import Memory
+from swa_jax.errors import ConfigError
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.select import gates
+from swa_jax.select.heads import head_mask
+from swa_jax.select.methods import DEFAULT, METHODS, choose, methods_table
+from swa_jax.select.task import Ranking, Task
+
+ROOT = Path(__file__).parents[2]
+QUICK = ("nll", "nll-gradient", "light-transfer", "razor", "interleave")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return planted_model()
+
+
+@pytest.fixture
+def planted(monkeypatch, model):
+    """The planted model and its examples in place of a checkpoint's and of needles."""
+    for verb in ("select", "compare"):
+        monkeypatch.setattr(f"swa_jax.cli.{verb}.find_model", lambda name: name)
+        monkeypatch.setattr(f"swa_jax.cli.{verb}.load_checkpoint", lambda *_: (model, None))
+    monkeypatch.setattr("swa_jax.cli.options.draw_needles", lambda *_: planted_examples())
+    monkeypatch.setattr("swa_jax.checkpoint.folder.weights_sum", lambda _: "planted")
+    opened = SimpleNamespace(config=model.config, pattern=model.pattern, hf_config={})
+    monkeypatch.setattr("swa_jax.checkpoint.folder.open_checkpoint", lambda _: opened)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in METHODS]
+)
+def test_select_and_compare_choose_what_choose_does(planted, model, tmp_path, name, monkeypatch):
+    """From the same inputs, sink tokens and full-attention decode among them."""
+    monkeypatch.setattr(gates, "gate_logits", lambda *a, steps, logits=gates.gate_logits, **o: logits(*a, steps=2, **o))
+    fewer = {"iterations": 2} if "iterations" in METHODS[name].options else {}
+    task = Task(
+        model, planted_examples(), WINDOW_SIZE, 1, True, batch_size=16, seed=3, force=True
+    )  # for proxy's blocks
+    (wanted,) = choose(name, task, [0.75], **fewer)
+    assert (wanted.provenance["method"], wanted.full_attention_decode) == (name, True)
+    options = ["x", "--ratio", 0.75, "--window", WINDOW_SIZE, "--sink-tokens", 1, "--fa-decode", "--seed", 3]
+    options += ["--batch-size", 16, "--force"]
+    run("select", name, *options, *(["--iterations", 2] if fewer else []), "--out", tmp_path / "p.json")
+    assert AttentionPattern.from_json(tmp_path / "p.json") == wanted
+    run("compare", *options, "--iterations", 2, "--method", name, "--seeds", 1, "--out", tmp_path / "compared")
+    row = json.loads((tmp_path / "compared" / "results.json").read_text())["rows"][-1]
+    assert (row["name"], AttentionPattern.from_json(json.dumps(row["pattern"]))) == (name, wanted)
+
+
+@pytest.mark.parametrize("unit", ["layers", pytest.param("heads", marks=pytest.mark.slow)])
+def test_adapt_chooses_what_select_does(model, tmp_path, unit):
+    memory = Memory(model.config, {}, 49)
+    point = Point(DEFAULT[unit], WINDOW_SIZE)
+    pattern = fitting(point, memory, 0.5)
+    heads = 1 if unit == "layers" else KV_HEADS
+    full = int(head_mask(pattern, KV_HEADS).sum()) * heads // KV_HEADS
+    effort = EFFORTS["normal"]._replace(rank_by=16)
+    space = SimpleNamespace(start=point, most=full)
+    said = (lambda _: None), (lambda *_: None)
+    tasks = [Asked("a", "", "", planted_examples())]
+    search = Search(model, tasks, {}, memory, 0.5, space, tmp_path, "k" * 32, 16, effort, 0, *said)
+    search._rank()
+    task = Task(model, planted_examples(), WINDOW_SIZE, batch_size=16)
+    (wanted,) = choose(DEFAULT[unit], task, [1 - full / (LAYERS * heads)], rounds=effort.rounds)
+    assert search._pattern(point) == wanted
+
+
+def test_the_default_is_one():
+    assert {METHODS[name].chooses for name in DEFAULT.values()} == {"layers", "KV heads"}
+    help_of = {verb: " ".join(run(*verb.split(), "--help").replace("│", " ").split()) for verb in ("select", "compare")}
+    assert all(DEFAULT["layers"] in text for text in help_of.values())
+
+
+def test_the_first_of_a_ranking_stay_full():
+    ranking = Ranking([2, 0, 1], (3, 1), {"picked": [2, 0, 1]})
+    mask, said = ranking.first(1 / 3)
+    assert mask[:, 0].tolist() == [True, False, True]
+    assert said["picked"] == [2, 0]
+    heads, _ = Ranking([(1, 0), (0, 1)], (2, 2), {}).first(0.7)
+    np.testing.assert_array_equal(heads, [[False, False], [True, False]])
+    with pytest.raises(ConfigError, match=r"ratio is 1\.5"):
+        ranking.first(1.5)
+
+
+def test_of_equal_layers_the_lower_one_stays_full(model, monkeypatch):
+    class Scorer:
+        layers, full_attention_decode, mean = 4, False, np.array([0.0, 2.0, 1.0, 2.0])
+
+        def __call__(self, progress):
+            return SimpleNamespace(mean=self.mean, intervals=list)
+
+    monkeypatch.setattr("swa_jax.select.methods._scorer", lambda *_: Scorer())
+    task = Task(model, [], WINDOW_SIZE)
+    assert [pattern.full_layers for pattern in choose("nll", task, [0.5, 0.75, 1])] == [(1, 3), (1,), ()]
+    Scorer.mean[0] = np.nan
+    with pytest.raises(ConfigError, match="finite"):
+        choose("nll", task, [0.5])
+
+
+def test_an_unknown_method_names_the_nearest(model):
+    with pytest.raises(ConfigError, match="method 'fischer' is not known; did you mean 'fisher'"):
+        choose("fischer", Task(model, [], 8), [0.5])
+
+
+# ---- what docs/selection.md says of methods ----
+
+
+def advice() -> str:
+    """Numbers found with 1/2, 1/4 and 1/8 full, from docs/data/choices-on-chains.json and the page on real models."""
+    docs = {file: file.read_text() for file in ROOT.glob("docs/**/*.md")}
+    header = "| method | 1/2 full | 1/4 full | 1/8 full |"
+    (page,) = (text for text in docs.values() if header in text)
+    found = [{}]
+    for row in json.loads((ROOT / "docs" / "data" / "choices-on-chains.json").read_text())["rows"]:
+        found[0].setdefault(row["method"], []).append(f"{row['found']:.0%}"[:-1])
+    for table in page.split(header)[1:]:
+        rows = (line.strip("| ").split(" | ") for line in table.split("\n\n")[0].splitlines()[2:])
+        found.append({name.strip("`"): [cell.split(" %")[0] for cell in cells] for name, *cells in rows})
+    lines = ["| method | chooses | chains | SmolLM2 | Gemma 3 | costs |", "|---|---|---|---|---|---|"]
+    for name in found[0]:
+        cells = [", ".join(model[name]) if name in model else "" for model in found]
+        lines.append(f"| `{name}` | {METHODS[name].chooses} | {' | '.join(cells)} | {METHODS[name].costs} |")
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("table", [methods_table, advice])
+def test_the_tables_of_the_page_are_made_anew(table):
+    assert table() in (ROOT / "docs" / "selection.md").read_text(), f"docs/selection.md must have\n{table()}"
