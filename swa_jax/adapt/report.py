@@ -81,7 +81,7 @@ def _sentences(job: Job, results: Results) -> list[str]:
     return [
         _pattern_words(results.pattern),
         f"The cache of a sequence of {job.memory.length} tokens takes {row['share']:.1%} of what full attention takes, "
-        f"counted {_where(job)}; the budget was {job.settings.kv_budget:.0%}.",
+        f"counted {_where(job)}; the budget was {job.settings.kv_budget:.0%}. {job.memory.steps}".rstrip(),
         quality,
     ]
 
@@ -245,12 +245,12 @@ def _memory(job: Job, efficiency: Mapping[str, Any], pattern: AttentionPattern, 
         for where, before, after in counted
     ]
     note = []
-    if memory.server is not None and memory.prefill_chunk is not None:
+    if memory.server is not None and memory.batched_tokens is not None:
         name = f"{_called(memory.server)} {SERVERS[memory.server].version}"
         about = (
             f"{name} hands out memory in blocks, to groups of layers of one size, and windowed layers also hold the "
-            f"{memory.prefill_chunk} tokens of a prompt that are worked on at once. So a pattern saves less there than "
-            "here."
+            f"{memory.batched_tokens} tokens of prompts that are read at once. So a pattern saves less there than "
+            f"here. {memory.steps}"
         )
         note.append(html.paragraph(about))
     return [

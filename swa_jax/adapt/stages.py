@@ -204,7 +204,7 @@ class Run:
     def _searched(self) -> Any:
         """What the search depends on, beside the model and its scores."""
         job, settings = self.job, self.job.settings
-        memory = [job.memory.server, job.memory.length, job.memory.prefill_chunk]
+        memory = [job.memory.server, job.memory.length, job.memory.batched_tokens]
         return [settings.kv_budget, memory, dataclasses.asdict(job.space), job.effort, settings.seed]
 
     def _search(self, key: str) -> dict[str, Any]:
@@ -305,12 +305,14 @@ class Run:
             folder,
             pattern=self.results.pattern,
             server=server,
+            serve_length=self.job.memory.length,
+            batched_tokens=self.job.memory.batched_tokens,
             canary=False,
             describe=lines.append,
         )
         served = self.job.memory.served(self.results.pattern)
         assert served is not None
-        return {"describe": lines, "command": self._command(served.command, folder)}
+        return {"describe": lines, "command": self.job.memory.command(served, folder)}
 
     def _canary(self) -> dict[str, Any]:
         """What can tell a server that reads the export wrongly: at most a tenth of the work of the rest."""
@@ -326,18 +328,7 @@ class Run:
                 read_json(folder / CONFIG_FILE),
                 budget=canary_budget(job),
                 longest=job.memory.length,
+                counted=job.memory.describe(served.pattern),
                 progress=progress.update,
             )
         return {"describe": note}
-
-    def _command(self, command: str, folder: Path) -> str:
-        """How the server is started, with the sizes that the budget was counted with."""
-        if not command:
-            return ""
-        memory = self.job.memory
-        sizes = (
-            ""
-            if memory.prefill_chunk is None
-            else (f" --max-model-len {memory.length} --max-num-batched-tokens {memory.prefill_chunk}")
-        )
-        return command.format(folder=folder) + sizes

@@ -125,12 +125,12 @@ ServeLength = Annotated[
         rich_help_panel=SERVING,
     ),
 ]
-PrefillChunk = Annotated[
+BatchedTokens = Annotated[
     int | None,
     Option(
-        "--prefill-chunk",
+        "--batched-tokens",
         metavar="N",
-        help="Tokens of a prompt that vLLM works on at once: its --max-num-batched-tokens.",
+        help="vLLM's --max-num-batched-tokens. Default: its own, or the sequence in 16 steps.",
         min=1,
         show_default=False,
         rich_help_panel=SERVING,

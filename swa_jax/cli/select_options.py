@@ -17,6 +17,7 @@ from swa_jax.cli.options import (
     PATTERN,
     PROMPTS,
     RUNNING,
+    BatchedTokens,
     Chains,
     Chat,
     Haystack,
@@ -234,11 +235,13 @@ class LayerBudget(Options):
     kv_budget: KvBudget = None
     server: Server = None
     serve_length: ServeLength = None
+    batched_tokens: BatchedTokens = None
 
     def check(self) -> None:
         if sum(one is not None for one in (self.budget, self.one_in, self.kv_budget)) != 1:
             raise ConfigError("give exactly one of --budget, --one-in and --kv-budget: how many layers stay full")
-        _check_budget(self.kv_budget, {"--for": self.server, "--serve-length": self.serve_length})
+        counted = {"--for": self.server, "--serve-length": self.serve_length, "--batched-tokens": self.batched_tokens}
+        _check_budget(self.kv_budget, counted)
 
     def layers(
         self,
@@ -260,7 +263,7 @@ class LayerBudget(Options):
         if window is None:
             raise ConfigError("--window is missing: --kv-budget needs to know what a windowed layer keeps")
         hf_config = open_checkpoint(model).hf_config
-        memory = Memory(config, hf_config, self.serve_length or length, self.server)
+        memory = Memory(config, hf_config, self.serve_length or length, self.server, self.batched_tokens)
 
         def make(full: int) -> AttentionPattern:
             return AttentionPattern.from_full_layers(
@@ -274,7 +277,7 @@ class LayerBudget(Options):
         pattern = most_within(memory, self.kv_budget, config.num_hidden_layers, make)
         typer.echo(
             f"{len(pattern.full_layers)} full layers fit: with them the cache of {memory.length} tokens takes "
-            f"{memory.share(pattern):.1%} of full attention's, counted {memory.place}"
+            f"{memory.share(pattern):.1%} of full attention's, counted {memory.place}. {memory.steps}".rstrip(". ")
         )
         return len(pattern.full_layers)
 

@@ -76,7 +76,7 @@ def test_the_model_of_chains_is_asked_for_chains(tmp_path):
         (("recall", "--kv-budget", 0.05, "--for", "vllm"), "takes at least 0.11 of full attention's"),
         (("recall", "--kv-budget", 0.3, "--for", "sglang"), "keeps the caches of windowed layers whole"),
         (("recall", "--kv-budget", 0.3, "--unit", "heads", "--for", "vllm"), "which vllm cannot run"),
-        (("recall", "--kv-budget", 0.3, "--prefill-chunk", 64), "--prefill-chunk is of vllm and tpu-inference"),
+        (("recall", "--kv-budget", 0.3, "--batched-tokens", 64), "--batched-tokens is of vllm and tpu-inference"),
         (("recall", "--kv-budget", 0.3, "--window", "2048"), "which is full attention: take a smaller --window"),
         (("recall", "--kv-budget", 0.3, "--window", "0"), "--window must be positive whole numbers"),
         (("recall", "--kv-budget", 0.3, "--text", "absent.txt"), "absent.txt: No such file"),
