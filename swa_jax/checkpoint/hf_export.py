@@ -18,7 +18,6 @@ from swa_jax.checkpoint.servers import served_config
 from swa_jax.checkpoint.tensor_names import constants_of, hf_tensors, join_tensors, joined_parts
 from swa_jax.families import apply_pattern, model_config
 from swa_jax.files import check_destination, new_folder, write_bytes, write_json
-from swa_jax.model.layer_types import WINDOW
 from swa_jax.model.parameters import EMBEDDING
 from swa_jax.model.pattern import AttentionPattern
 
@@ -49,12 +48,11 @@ def export_model(
         Hugging Face's keys; a pattern that these cannot express becomes full attention in every layer, with a logged
         notice.
       as_full: write full attention in every layer where the server cannot run the pattern.
-      serve_length, batched_tokens: the sizes that the server's cache is counted with and that it is started with, as
-        in `served_cache.Memory`. None: the model's context, and what suits it.
+      serve_length, batched_tokens: sizes that the server is started with, as in `Memory`. None: the model's context,
+        and what suits it.
       canary: also write `canary.json` and `check_server.py`, by which a server's answers tell what it computes
         (`swa_jax.checkpoint.canary`). This loads the model in f32; one that is too large for it has none.
-      describe: called with what the server will run, what its cache takes, the command that starts it and what the
-        canary tells, once the export is whole.
+      describe: called with what a user should know, once the export is whole.
       progress: called with (passes done, passes in all) of the canary.
 
     Returns:
@@ -69,8 +67,7 @@ def export_model(
     if pattern is not None:
         pattern.validate(source.config)
         source = dataclasses.replace(source, pattern=pattern)
-    notes: list[str] = []
-    counted = ""
+    counted, notes = "", list[str]()
     if server is None:
         hf, notice = apply_pattern(source.hf_config, source.pattern)
         pattern = source.pattern
@@ -79,10 +76,7 @@ def export_model(
         length = serve_length or source.config.max_position_embeddings
         memory = Memory(source.config, source.hf_config, length, server, batched_tokens)
         served = served_config(server, source.hf_config, source.pattern, as_full=as_full)
-        if WINDOW in served.pattern.layer_types:
-            counted = memory.describe(served.pattern)
-        command = memory.command(served, destination)
-        notes = [served.describe(server), counted, f"Start it with: {command}" if command else ""]
+        counted, notes = memory.describe(served.pattern), memory.notes(served, destination)
         hf, notice, pattern = served.hf, None, served.pattern
         written = dataclasses.replace(source.config, model_type=served.model_type)
     joined, constants = joined_parts(written), constants_of(written)
@@ -104,6 +98,6 @@ def export_model(
             notes.append(write_canary(folder, source.folder, pattern, hf, counted=counted, progress=progress))
     if notice:
         log.warning("%s: %s", destination, notice)
-    for note in filter(None, notes):
+    for note in notes:
         describe(note)
     return destination

@@ -186,7 +186,13 @@ class Memory:
         )
 
     def describe(self, pattern: AttentionPattern) -> str:
-        """What the cache takes under a pattern, in a sentence or two. `ConfigError` where the server cannot run it."""
+        """What the cache takes under a pattern with windows, in a sentence or two; "" without windows.
+
+        Raises:
+          ConfigError: the server cannot run the pattern.
+        """
+        if WINDOW not in pattern.layer_types:
+            return ""
         share = f"takes {self.share(pattern):.1%} of what full attention takes, counted {self.place}."
         return f"The cache of a sequence of {self.length} tokens {share} {self.steps}".strip()
 
@@ -196,6 +202,12 @@ class Memory:
         if self.batched_tokens is None or WINDOW not in served.pattern.layer_types:
             return command
         return f"{command} --max-model-len {self.length} --max-num-batched-tokens {self.batched_tokens}"
+
+    def notes(self, served: Served, folder: str | Path) -> list[str]:
+        """What a user should know of an export in `folder`: who runs it, what its cache takes, what starts it."""
+        command = self.command(served, folder)
+        start = f"Start it with: {command}" if command else ""
+        return [*filter(None, (served.describe(str(self.server)), self.describe(served.pattern), start))]
 
     def better_full_layers(self, pattern: AttentionPattern) -> int | None:
         """The nearest number of full layers that the server groups without much waste; None if it is the pattern's."""
