@@ -10,7 +10,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -52,6 +52,11 @@ def write_text(file: str | Path, text: str) -> None:
 def write_json(file: str | Path, data: Any, indent: int = 2) -> None:
     """Write a JSON value as `write_bytes` does."""
     write_text(file, json.dumps(data, indent=indent) + "\n")
+
+
+def write_lines(file: str | Path, values: Iterable[Any]) -> None:
+    """Write JSON values, one a line, as `write_bytes` does."""
+    write_text(file, "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values))
 
 
 def read_utf8(file: Path) -> str:

@@ -31,7 +31,7 @@ from swa_jax.select.heads import head_pattern, heuristic_mask
 from swa_jax.select.layer_patterns import provenance_of
 from swa_jax.select.method_table import TRIED
 from swa_jax.select.nll import EXACT_BELOW, LayerScorer
-from swa_jax.select.score_file import ScoreFile, digest
+from swa_jax.store import Store, digest
 
 Unit = Literal["layers", "heads"]
 SINK_TOKENS = 4  # SWAA's and StreamingLLM's number, where sink tokens are tried
@@ -216,8 +216,8 @@ class Search:
         self._layer_scores: list[list[float | None]] = []
         self._ranked: dict[str, Any] = {}  # for the patterns' provenance
         self._left_out: list[str] = []
-        file = self.folder / f"candidates-{self.key[:8]}.json"
-        self._file = ScoreFile(file, {"search": self.key}, "candidates of a search")
+        file = self.folder / f"candidates-{self.key[:8]}.jsonl"
+        self._scores = Store(file, "candidates of a search", {"search": self.key})
 
     def __call__(self) -> dict[str, Any]:
         """The candidates that were tried, the best one's place, and what each layer is worth: plain JSON values."""
@@ -240,7 +240,6 @@ class Search:
                 best = min([best, *others], key=value)  # of equals the one there is
             if best == before:
                 break
-        self._file.save()
         possible = {point: row for point, row in rows.items() if row is not None}
         if best not in possible:
             raise ConfigError(f"no candidate is possible: {self._left_out[0]}")
@@ -266,7 +265,7 @@ class Search:
             "full_attention_decode": False,
             "batch_size": self.batch_size,
             "weights": self.key,
-            "file": self.folder / f"ranked-{name}.json",
+            "file": self.folder / f"ranked-{name}.jsonl",
         }
         if start.layout == BY_HEADS:
             self._rank_heads(MaskEvaluator(self.model, examples, **settings))
@@ -287,12 +286,7 @@ class Search:
 
     def _rank_heads(self, evaluate: MaskEvaluator) -> None:
         tried = self.effort.tried or math.prod(evaluate.shape)
-        try:
-            found = greedy_heads(
-                evaluate, self.space.most, tried=tried, rounds=self.effort.rounds, progress=self.progress
-            )
-        finally:
-            evaluate.save()
+        found = greedy_heads(evaluate, self.space.most, tried=tried, rounds=self.effort.rounds, progress=self.progress)
         self._order, self._ranked = list(found.order), {"gradients": found.gradients}
 
     def _row(self, point: Point) -> dict[str, Any] | None:
@@ -306,12 +300,11 @@ class Search:
         content = dataclasses.asdict(pattern)
         del content["provenance"]
         name = digest(content)
-        if name not in self._file.scores:
-            self._file.scores[name] = self._score(pattern)
-            self._file.save()
+        if name not in self._scores.records:
+            self._scores.add(name, **self._score(pattern))
         row = (
             dataclasses.asdict(point)
-            | self._file.scores[name]
+            | self._scores.records[name]
             | {
                 "full_layers": list(pattern.full_layers),
                 "full_head_counts": list(pattern.full_head_counts),

@@ -31,8 +31,9 @@ from swa_jax.files import locked, read_json, write_json
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.report.progress import Progress
-from swa_jax.select.score_file import VERSION, digest, examples_sum
+from swa_jax.select.content import VERSION, examples_sum
 from swa_jax.settings import to_dict
+from swa_jax.store import digest
 from swa_jax.train.loop import train
 
 

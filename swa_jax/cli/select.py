@@ -101,7 +101,7 @@ def select_bosch(
     sink_tokens = own.num_sink_tokens if sink_tokens is None else sink_tokens
     ratio = budget.share(decoder.config, examples.length, window, sink_tokens)
     drawn, data = examples.draw(model, tokenizer, decoder.config)
-    file = evaluations or out.with_suffix(".evaluations.json")
+    file = evaluations or out.with_suffix(".evaluations.jsonl")
     evaluate = MaskEvaluator(
         decoder,
         drawn,
@@ -112,8 +112,8 @@ def select_bosch(
         file=file,
         weights=weights_sum(model),
     )
-    if evaluate.num_evaluations:
-        typer.echo(f"{file} has the scores of {evaluate.num_evaluations} masks: going on from there")
+    if known := evaluate.num_evaluations:
+        typer.echo(f"{file}: found {known} masks here, going on", err=True)
     check_separation(decoder, drawn, evaluate.sliding_window, sink_tokens, by, force, batch_size=batch_size)
     search: dict[str, Any] = {
         "variant": variant,
@@ -121,11 +121,8 @@ def select_bosch(
         "optimizer": optimizer,
         "seed": examples.seed,
     }
-    try:
-        with progress_bar("masks tried") as progress:
-            chosen = bosch(evaluate, ratio, progress=progress, **search)
-    finally:
-        evaluate.save()
+    with progress_bar("masks tried") as progress:
+        chosen = bosch(evaluate, ratio, progress=progress, **search)
     pattern = bosch_pattern(chosen, evaluate, ratio=ratio, data=data, **search)
     write_heads(pattern, chosen.full, out)
     what = "answers right" if by == "answers" else "likelihood of the answers"
@@ -292,7 +289,7 @@ def select_nll_heads(
         (pattern,) = choose(
             "nll-heads", ranking.decoder, ranking.examples, [ranking.ratio], **ranking.windowed,
             batch_size=batch_size, seed=examples.seed, data=ranking.said["data"], weights=ranking.weights,
-            evaluations=evaluations or out.with_suffix(".evaluations.json"), progress=progress,
+            evaluations=evaluations or out.with_suffix(".evaluations.jsonl"), progress=progress,
         )  # fmt: skip
     write_heads(pattern, head_mask(pattern, ranking.decoder.config.common_kv_heads), out)
 
@@ -352,6 +349,7 @@ def select_nll(
     from swa_jax.checkpoint.folder import weights_sum
     from swa_jax.select import LayerScorer, greedy_pattern, nll_pattern
     from swa_jax.select.nll import tried_by_depth
+    from swa_jax.store import tell_found
 
     if tried is not None and not greedy:
         raise ConfigError("--tried is the number of layers that a round of --greedy scores: give both")
@@ -380,8 +378,7 @@ def select_nll(
         file=resume_file,
         weights=weights_sum(model),
     )
-    if scorer.num_known:
-        typer.echo(f"{resume_file} has the scores of {scorer.num_known} examples: going on from there")
+    tell_found(resume_file, scorer.num_known, scorer.num_examples, "examples")
     check_separation(
         decoder, drawn, scorer.sliding_window, sink_tokens, "loss", force, batch_size=batch_size,
         full_attention_decode=scorer.full_attention_decode, partition=partition,

@@ -137,10 +137,7 @@ def _nll_heads(task: Task) -> list[AttentionPattern]:
     )
     total = math.prod(evaluate.shape)
     counts = [total - windowed_count(ratio, total) for ratio in task.ratios]
-    try:
-        found = greedy_heads(evaluate, max(1, *counts), progress=task.progress)
-    finally:
-        evaluate.save()
+    found = greedy_heads(evaluate, max(1, *counts), progress=task.progress)
     more = {"data": task.data, "gradients": found.gradients}
     return _of_masks(task, [found.mask(count) for count in counts], "nll-heads", more)
 
@@ -175,19 +172,16 @@ def _bosch(task: Task, variant: Variant) -> list[AttentionPattern]:
         weights=task.weights,
     )
     settings: dict[str, Any] = {"variant": variant, "iterations": task.iterations, "seed": task.seed}
-    try:
-        return [
-            bosch_pattern(
-                bosch(evaluate, ratio, progress=task.progress, **settings),
-                evaluate,
-                ratio=ratio,
-                data=task.data,
-                **settings,
-            )
-            for ratio in task.ratios
-        ]
-    finally:
-        evaluate.save()
+    return [
+        bosch_pattern(
+            bosch(evaluate, ratio, progress=task.progress, **settings),
+            evaluate,
+            ratio=ratio,
+            data=task.data,
+            **settings,
+        )
+        for ratio in task.ratios
+    ]
 
 
 def _static(task: Task, method: StaticMethod) -> list[AttentionPattern]:

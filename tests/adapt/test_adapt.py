@@ -326,7 +326,7 @@ def test_a_run_killed_after_every_stage_ends_as_one_that_was_not(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert start(whole).wait() == 0
     # Files of stages that are done, and of stages that are in the middle of their work.
-    inside = {"search": ["adapt/ranked-*.json", "adapt/candidates-*.json"], "tune": ["tuned/checkpoints/*"]}
+    inside = {"search": ["adapt/ranked-*.jsonl", "adapt/candidates-*.jsonl"], "tune": ["tuned/checkpoints/*"]}
     kills = 0
     for wanted in [one for stage in STAGES for one in (*inside.get(stage, ()), f"adapt/{stage}.json")]:
         process = start(killed)
