@@ -137,7 +137,7 @@ def check_content(
         raise ConfigError(f"{file} holds {kind} of other content ({'; '.join(differences)}): {advice}")
 
 
-def read_document(file: Path, kind: str, part: str, advice: str = START_OVER) -> dict[str, Any]:
+def read_document(file: Path, kind: str, part: str = "", advice: str = START_OVER) -> dict[str, Any]:
     """The JSON object that a run keeps in a file and writes whole; {} where there is none yet.
 
     Raises:
@@ -149,6 +149,6 @@ def read_document(file: Path, kind: str, part: str, advice: str = START_OVER) ->
         document = read_json(file)
     except ConfigError as error:
         raise ConfigError(f"{error}: {advice}") from None
-    if not isinstance(document.get(part), dict | list):
+    if part and not isinstance(document.get(part), dict | list):
         raise ConfigError(f"{file} holds no {kind}: {advice}")
     return document

@@ -33,7 +33,7 @@ from swa_jax.model.pattern import AttentionPattern
 from swa_jax.report.progress import Progress
 from swa_jax.select.content import VERSION, examples_sum
 from swa_jax.settings import to_dict
-from swa_jax.store import digest
+from swa_jax.store import digest, read_document
 from swa_jax.train.loop import train
 
 
@@ -66,9 +66,9 @@ class Results:
           made: a folder that belongs to the result; where it is gone, the stage runs again.
         """
         file = self.folder / f"{name}.json"
-        stored = read_json(file) if file.exists() else {}
+        stored = read_document(file, "result of adapt")
         if stored.get("key") == key and (made is None or made.exists()):
-            self.report(f"{title}: done before ({stored['seconds']:.0f} s)")
+            self.report(f"{title}: found here ({stored['seconds']:.0f} s)")
         else:
             begun = self.folder / f"{name}-begun.json"
             before = self._spent(begun, key)
@@ -85,7 +85,7 @@ class Results:
 
     def _spent(self, begun: Path, key: str) -> float:
         """Seconds that killed runs spent on a stage: until the last file of OUT that they wrote."""
-        record = read_json(begun) if begun.exists() else {}
+        record = read_document(begun, "result of adapt")
         if record.get("key") != key:
             return 0.0
         last = max(path.stat().st_mtime for path in self.folder.parent.rglob("*") if path.is_file())
@@ -177,7 +177,7 @@ class Run:
     def _claim(self) -> None:
         """Make the folder this model's, or see that it is."""
         file = self.results.folder / "model.json"
-        if file.exists() and read_json(file).get("key") != self.model_sum:
+        if read_document(file, "model of adapt").get("key", self.model_sum) != self.model_sum:
             raise ConfigError(
                 f"{self.job.settings.out} holds the adaptation of another model, or of one that has changed since: "
                 "name a new folder"
@@ -256,7 +256,7 @@ class Run:
             return {}
         started = self.results.folder / "tune-started.json"
         folder = self._tuned.parent
-        if not started.exists() or read_json(started).get("key") != key:
+        if read_document(started, "mark of adapt").get("key") != key:
             shutil.rmtree(folder, ignore_errors=True)
             for file in self.results.folder.glob(f"{self.job.replies_file.name}*"):  # of an earlier run
                 file.unlink()

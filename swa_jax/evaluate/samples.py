@@ -14,15 +14,20 @@ from typing import Any
 
 from swa_jax.evaluate.examples import Example
 from swa_jax.files import sum_of_json
-from swa_jax.store import Store, digest
+from swa_jax.store import Store, digest, tell_found
 
 
 class Samples:
-    """Records by batch; with `file`, lines that are added as batches end, and found again."""
+    """Records by batch; with `file`, lines that are added as batches end, and found again.
 
-    def __init__(self, file: Path | None = None):
-        self._store = None if file is None else Store(file, "samples")
+    Args:
+      total: how many there will be, for the line that says how many are found, before the first new one.
+    """
+
+    def __init__(self, file: Path | None = None, total: int = 0):
+        self._file, self._store = file, None if file is None else Store(file, "samples")
         self._context: Any = None
+        self._total, self._found = total, [0]  # of all that share the file
 
     def under(self, context: Any) -> Samples:
         """The same file for another model, pattern or setting, all of which `context`, a JSON value, tells apart."""
@@ -35,7 +40,13 @@ class Samples:
         if self._store is None:
             return None
         known = [self._store.records.get(key) for key in self._keys(kind, examples, settings)]
-        return None if None in known else known  # type: ignore[return-value]
+        if None in known:
+            tell_found(self._file, sum(self._found), self._total, "samples")
+            self._found.clear()
+            return None
+        if self._found:
+            self._found.append(len(known))
+        return known  # type: ignore[return-value]
 
     def add(self, kind: str, examples: Sequence[Example], settings: Any, records: Sequence[dict[str, Any]]) -> None:
         """Keep what is known of a batch: one record for each example, of JSON values."""

@@ -146,9 +146,12 @@ def test_the_command_goes_on(model, byte_tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(generated_answers, "_run_batch", run_batch)
     assert json.loads((out / "results.json").read_text())["unfinished"] == ["needles"]
     said = fails(*needles, "--examples", 5, "--out", out)
-    assert "was interrupted, with examples = 4 and not 5: repeat that command to go on" in said
+    assert "holds an interrupted `evaluate needles` of other content (examples was 4 there and is 5" in said
     kept = (out / "samples.jsonl").read_text()
-    run(*needles, "--out", out)
+    found = kept.count('"key"')
+    assert f"{out / 'samples.jsonl'}: found {found} of 16 samples here, doing {16 - found}\n" in run(
+        *needles, "--out", out
+    )
     lines = (out / "samples.jsonl").read_text()
     assert lines.startswith(kept)
     keys = [line["key"] for line in map(json.loads, lines.splitlines())]

@@ -45,9 +45,7 @@ def test_a_saturated_model_is_not_taken_for_another(tmp_path):
     alone = MaskEvaluator(other, examples, **options)
     np.testing.assert_allclose(scored(FULL), alone(FULL), atol=1e-3)  # full attention does not tell them apart
     assert not np.allclose(scored(~FULL), alone(~FULL), rtol=1e-3)
-    with pytest.raises(
-        ConfigError, match="masks of other content .other weights, so that it is of another model"
-    ):
+    with pytest.raises(ConfigError, match=r"masks of other content \(other weights, so that it is of another model"):
         MaskEvaluator(other, examples, file=file, **options)
     again = MaskEvaluator(saturated(), examples, file=file, **options)  # the same weights, made anew
     assert again.num_evaluations == 2

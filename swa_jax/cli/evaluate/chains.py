@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from typer import Option
 
-from swa_jax.cli.evaluate.evaluation import Evaluation
-from swa_jax.cli.options import PROMPTS, fractions, note_context, numbers, text_files
+from swa_jax.cli.evaluate.evaluation import Evaluation, Measurement, Rows, Run
+from swa_jax.cli.options import PROMPTS, fractions, numbers, text_files
 from swa_jax.errors import ConfigError
 
 DEFAULT_EXAMPLES = 50
@@ -51,12 +52,11 @@ def chains(
             rich_help_panel=PROMPTS,
         ),
     ] = None,
-) -> None:
+) -> Measurement:
     """Chains of statements: answers right, by hops, rivals, length and depth."""
     from swa_jax.data.haystack import Haystack
     from swa_jax.evaluate.chains import chain_examples, chain_grid, chain_scores
     from swa_jax.report.evaluation_tables import chain_table
-    from swa_jax.report.progress import counted
 
     places = None if depths is None else fractions(depths)
     cells = chain_grid(numbers("--hops", hops), _rivals(rivals), sorted(numbers("--lengths", lengths)), places, sums)
@@ -66,16 +66,16 @@ def chains(
         cell: chain_examples(tokenizer, cell, num_examples=examples, gap=gap, haystack=hay, seed=evaluation.seed)
         for cell in cells
     }
-    note_context(evaluation.models[0][1].config, max(cell.length for cell in cells))
-    rows: list[dict[str, Any]] = []
-    with counted("chains, answered", len(cells) * examples * len(evaluation.models)) as advance:
-        for name, model in evaluation.models:
-            samples = evaluation.samples(model)
-            for score in chain_scores(model, drawn, batch_size=evaluation.batch_size, samples=samples, advance=advance):
-                plain = dataclasses.asdict(score)
-                rows.append({"name": name} | plain.pop("cell") | {"gap": gap} | plain)
-                evaluation.save("chains", rows)
-    evaluation.finish("chains", rows, chain_table)
+
+    def measure(run: Run) -> Iterator[Rows]:
+        for cell in cells:
+            for name, model in run.models:
+                for score in chain_scores(model, {cell: drawn[cell]}, **run.kept(model)):
+                    plain = dataclasses.asdict(score)
+                    yield [{"name": name} | plain.pop("cell") | {"gap": gap} | plain]
+
+    longest = max(cell.length for cell in cells)
+    return Measurement("chains", "chains, answered", len(cells) * examples, measure, chain_table, longest=longest)
 
 
 def _rivals(text: str) -> list[int]:

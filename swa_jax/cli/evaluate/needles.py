@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
 
 from typer import Option
 
 from swa_jax.cli.evaluate.around import Around
-from swa_jax.cli.evaluate.evaluation import Evaluation
-from swa_jax.cli.options import (
-    PROMPTS,
-    Haystack,
-    Length,
-    NumKeys,
-    draw_needles,
-    fractions,
-    note_context,
-    note_whole_prompts,
-)
+from swa_jax.cli.evaluate.evaluation import Evaluation, Measurement, Rows, Run
+from swa_jax.cli.options import PROMPTS, Haystack, Length, NumKeys, draw_needles, fractions, note_whole_prompts
 
 DEFAULT_EXAMPLES = 48
 DEFAULT_DEPTHS = "0,0.2,0.4,0.6,0.8,1"
@@ -34,41 +27,30 @@ def needles(
     ] = DEFAULT_DEPTHS,
     keys: NumKeys = 1,
     haystack: Haystack = None,
-) -> None:
+) -> Measurement:
     """Needles found, loss of the answers, memory and speed."""
     from swa_jax.evaluate.measure import measure_pattern, score_by_depth
     from swa_jax.report import needle_heat_map, pattern_table
-    from swa_jax.report.progress import counted
 
     places = fractions(depths)
     wrap = around.wrap(evaluation.checkpoint, "a needle's question")
     models, tokenizer = evaluation.models, evaluation.tokenizer
     drawn = draw_needles(tokenizer, examples, length, keys, haystack, places, evaluation.seed, wrap)
-    note_context(models[0][1].config, length)
     note_whole_prompts([(name, model.pattern) for name, model in models], max(len(example.prompt) for example in drawn))
     longest = max(len(example.answer) for example in drawn)
-    rows: list[dict[str, Any]] = []
     by_depth: list[list[float]] = []
-    with counted("needles, answered and scored", 2 * len(drawn) * len(models)) as advance:
-        for name, model in models:
+
+    def measure(run: Run) -> Iterator[Rows]:
+        for name, model in run.models:
             row, answers = measure_pattern(
-                name,
-                model,
-                tokenizer,
-                drawn,
-                max_new_tokens=longest + MORE_TOKENS,
-                batch_size=evaluation.batch_size,
-                samples=evaluation.samples(model),
-                advance=advance,
+                name, model, tokenizer, drawn, max_new_tokens=longest + MORE_TOKENS, **run.kept(model)
             )
-            rows.append(row)
             by_depth.append(score_by_depth(answers.scores, len(places)))
-            evaluation.save("rows", rows)
-    evaluation.finish(
-        "rows",
-        rows,
-        pattern_table,
-        lambda folder: needle_heat_map(
-            by_depth, [name for name, _ in models], [f"{depth:.0%}" for depth in places], folder / "needles.png"
-        ),
-    )
+            yield [row]
+
+    def draw(rows: Rows, folder: Path) -> None:
+        across = [f"{depth:.0%}" for depth in places]
+        needle_heat_map(by_depth, [row["name"] for row in rows], across, folder / "needles.png")
+
+    total = 2 * len(drawn)
+    return Measurement("rows", "needles, answered and scored", total, measure, pattern_table, draw, longest=length)
