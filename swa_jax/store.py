@@ -24,6 +24,7 @@ _MEANS = {  # what a user would call what differs
     "config": "model configuration, by which --yarn also counts",
     "examples": "examples (--length, --examples, --keys, --haystack, --prompts or --seed)",
 }
+_STARTS = b'{"content": ', b'{"key": '  # of our lines
 log = logging.getLogger(__name__)
 
 
@@ -93,6 +94,8 @@ class Store:
         *lines, half = file.read_bytes().split(b"\n")
         if half:
             self._whole = sum(len(line) + 1 for line in lines)
+        if not lines and not any(half[:8] == start[: len(half[:8])] for start in _STARTS):
+            raise ConfigError(f"{file} holds no {kind}: {START_OVER}")
         values = [_value(line, file) for line in lines]
         if self._content is not None and lines:
             if values[0] is None or values[0].keys() != {"content"}:

@@ -92,6 +92,16 @@ def test_other_content_is_refused_and_left_as_it_is(tmp_path):
         assert file.read_bytes() == data
 
 
+@pytest.mark.parametrize("content", [CONTENT, None])
+@pytest.mark.parametrize("data", [b"{}", b'{"format": 1}', b"a text", b"\x00"])
+def test_a_file_of_something_else_is_not_written_over(tmp_path, content, data):
+    file = tmp_path / "pattern.json"
+    file.write_bytes(data)  # with no end of a line, as half a record has none
+    with pytest.raises(ConfigError, match=r"pattern.json holds no scores: name another file"):
+        Store(file, "scores", content)
+    assert file.read_bytes() == data
+
+
 def test_time_counts_over_runs(tmp_path):
     store = Store(tmp_path / "a.jsonl", "scores")
     assert 0 <= store.seconds < 60

@@ -276,13 +276,13 @@ def test_a_second_run_finds_everything_done(adapted):
     out, _ = adapted
     before = without_times(out)
     said = run("adapt", "recall", out, "--kv-budget", 0.3, "--for", "vllm", *SMALL)
-    assert said.count("done before") == len(STAGES)
+    assert said.count("found here") == len(STAGES)
     assert without_times(out) == before
     (out / "adapt" / "search.json").unlink()
     (out / "vllm" / "config.json").unlink()
     (out / "vllm").rename(out / "gone")
     said = run("adapt", "recall", out, "--kv-budget", 0.3, "--for", "vllm", *SMALL)
-    assert said.count("done before") == len(STAGES) - 2
+    assert said.count("found here") == len(STAGES) - 2
     assert without_times(out) == before
 
 

@@ -185,10 +185,10 @@ def test_scores_of_another_search_are_refused(model, examples, tmp_path):
     kept = file.read_bytes()
     with pytest.raises(ConfigError, match=r"scores of masks of other content \(other examples .*name another file"):
         evaluator(model, examples[::-1], file=file)
-    with pytest.raises(ConfigError, match="scores made with sliding_window = 8, this search has 9"):
+    with pytest.raises(ConfigError, match="sliding_window was 8 there and is 9 here"):
         MaskEvaluator(model, examples, sliding_window=9, file=file)
     other = planted_model(noise=0.5, seed=1)
-    with pytest.raises(ConfigError, match="scores of another model"):
+    with pytest.raises(ConfigError, match="other weights, so that it is of another model"):
         evaluator(other, examples, file=file)
     assert file.read_bytes() == kept
     file.write_text("{}")
