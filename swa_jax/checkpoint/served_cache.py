@@ -89,34 +89,6 @@ def grouped_entries(full: int, windowed: int, window: int | None, length: int, b
     return groups.layers * blocks.tokens * (groups.full * whole + groups.windowed * short), groups
 
 
-def served_bytes(
-    server: str, served: Served, config: ModelConfig, length: int, blocks: Blocks | None = None, itemsize: int = 2
-) -> int:
-    """Bytes that the cache of a sequence of `length` tokens takes in a server.
-
-    Args:
-      server: one of `servers.SERVERS`.
-      served: what the export says to it; its pattern has full and windowed layers only.
-      config: layers that read the keys of others have no cache; heads of several shapes count as their mean.
-      blocks: None for `blocks_of` the server and the length.
-      itemsize: bytes of a number in the cache.
-    """
-    own = [layer for layer, source in enumerate(config.kv_sources) if layer == source]
-    windowed = sum(served.pattern.layer_types[layer] == WINDOW for layer in own)
-    full, window = len(own) - windowed, served.pattern.sliding_window
-    unit = 1
-    if blocks := blocks or blocks_of(server, length):
-        entries, _ = grouped_entries(full, windowed, window, length, blocks)
-        unit = blocks.head_dim_unit
-    elif served.runs.frees and full:
-        entries = round(length * (full + _SGLANG_RATIO * windowed))
-    else:
-        entries = length * len(own)
-    shapes = [config.head_shapes[layer] for layer in own]
-    numbers = sum(kv_heads * -(-head_dim // unit) * unit for kv_heads, head_dim in shapes)
-    return entries * 2 * numbers * itemsize // len(own)
-
-
 def better_grouping(full: int, windowed: int, window: int, length: int, blocks: Blocks) -> int | None:
     """The number of full layers nearest to `full` that vLLM groups without much waste and in no more memory.
 
@@ -257,10 +229,22 @@ class Memory:
         return self.bytes(pattern) / self.full
 
     def _allocated(self, pattern: AttentionPattern, runs: ServerClass) -> int:
+        """Of layers with heads of several shapes, each counts as their mean; those that read others' keys have none."""
         if self.server not in SERVERS:
             return cache_bytes(self.config, pattern, 1, self.length, 2)
-        served = Served({}, "", pattern, runs, "")
-        return served_bytes(self.server, served, self.config, self.length, self._blocks)
+        own = [layer for layer, source in enumerate(self.config.kv_sources) if layer == source]
+        windowed = sum(pattern.layer_types[layer] == WINDOW for layer in own)
+        full, unit = len(own) - windowed, 1
+        if blocks := self._blocks:
+            entries, _ = grouped_entries(full, windowed, pattern.sliding_window, self.length, blocks)
+            unit = blocks.head_dim_unit
+        elif runs.frees and full:
+            entries = round(self.length * (full + _SGLANG_RATIO * windowed))
+        else:
+            entries = self.length * len(own)
+        shapes = [self.config.head_shapes[layer] for layer in own]
+        numbers = sum(kv_heads * -(-head_dim // unit) * unit for kv_heads, head_dim in shapes)
+        return entries * 2 * numbers * 2 // len(own)  # keys and values, of 2 bytes
 
 
 def most_within(memory: Memory, budget: float, most: int, make: Callable[[int], AttentionPattern]) -> AttentionPattern:

@@ -17,9 +17,7 @@ from swa_jax.checkpoint.served_cache import (
     group_layers,
     grouped_entries,
     most_within,
-    served_bytes,
 )
-from swa_jax.checkpoint.servers import served_config
 from swa_jax.errors import ConfigError
 from swa_jax.families import model_config
 from swa_jax.model.cache import cache_bytes
@@ -66,12 +64,11 @@ def test_bytes_of_a_model(server, head_dim):
     config = model_config(hf)
     layers = config.num_hidden_layers
     pattern = AttentionPattern((FULL,) + (WINDOW,) * (layers - 1), 5)
-    served = served_config(server, hf, pattern)
     blocks = blocks_of(server, 5000)
     short = min(4 + blocks.batched_tokens, 5000)
     entries = -(-5000 // 16) * 16 + (layers - 1) * 16 * (-(-short // 16) + 1)
     assert config.head_dim == 6
-    assert served_bytes(server, served, config, 5000) == entries * config.num_key_value_heads * 2 * head_dim * 2
+    assert Memory(config, hf, 5000, server).bytes(pattern) == entries * config.num_key_value_heads * 2 * head_dim * 2
 
 
 def test_the_verb_prints_bytes_here_and_as_served(tmp_path):
@@ -138,10 +135,9 @@ def test_memory_counts_as_the_server_does():
     memory = memory_of("llama-plain", 4096, "vllm", 256)
     layers = memory.config.num_hidden_layers
     pattern = AttentionPattern.from_full_layers([0], layers, 64)
-    served = served_config("vllm", memory.hf_config, pattern)
-    blocks = BLOCKS["vllm"]._replace(batched_tokens=256)
-    assert memory.bytes(pattern) == served_bytes("vllm", served, memory.config, 4096, blocks)
-    assert memory.bytes(pattern) < served_bytes("vllm", served, memory.config, 4096, BLOCKS["vllm"])  # 8192
+    entries, _ = grouped_entries(1, layers - 1, 64, 4096, Blocks(16, 256))
+    assert memory.bytes(pattern) == entries * memory.config.num_key_value_heads * 2 * memory.config.head_dim * 2
+    assert memory.bytes(pattern) < memory_of("llama-plain", 4096, "vllm", 8192).bytes(pattern)
     assert memory_of("llama-plain", 4096, "vllm") == memory  # which is the 16th part
     assert memory.full == layers * 4096 * memory.config.num_key_value_heads * 2 * memory.config.head_dim * 2
     assert memory.share(AttentionPattern((FULL,) * layers)) == 1

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from typer import Option
 
-from swa_jax.cli.evaluate.evaluation import Evaluation, Measurement, Rows, Run
+from swa_jax.cli.evaluate.evaluation import Depths, Evaluation, Examples, Lengths, Measurement, Rows, Run
 from swa_jax.cli.options import PROMPTS, fractions, numbers, text_files
 from swa_jax.errors import ConfigError
 
@@ -22,17 +22,8 @@ def chains(
         str, Option(help="Look-ups from the name that is asked for to its number.", rich_help_panel=PROMPTS)
     ] = "1,2,3",
     rivals: Annotated[str, Option(help="Other chains in a prompt, from 0 on.", rich_help_panel=PROMPTS)] = "3",
-    lengths: Annotated[
-        str, Option(help="Tokens of a prompt with its answer, such as 512,1024.", rich_help_panel=PROMPTS)
-    ] = "1024",
-    depths: Annotated[
-        str | None,
-        Option(
-            help="Where the number stands, such as 0,0.5,1. Default: drawn.",
-            show_default=False,
-            rich_help_panel=PROMPTS,
-        ),
-    ] = None,
+    lengths: Lengths = "1024",
+    depths: Depths = None,
     gap: Annotated[
         int,
         Option(
@@ -43,7 +34,7 @@ def chains(
         ),
     ] = 0,
     sums: Annotated[bool, Option("--sums", help="Ask for the sum of two numbers.", rich_help_panel=PROMPTS)] = False,
-    examples: Annotated[int, Option(help="Prompts of each kind.", min=1, rich_help_panel=PROMPTS)] = DEFAULT_EXAMPLES,
+    examples: Examples = DEFAULT_EXAMPLES,
     haystack: Annotated[
         Path | None,
         Option(

@@ -17,6 +17,7 @@ from swa_jax.cli.groups import Options
 from swa_jax.cli.options import (
     OUTPUT,
     PATTERN,
+    PROMPTS,
     BatchSize,
     ComputeDtype,
     FullDecode,
@@ -42,6 +43,34 @@ if TYPE_CHECKING:
     from swa_jax.model.decoder import Decoder
 
 
+Lengths = Annotated[
+    str, Option(metavar="N,N", help="Tokens of a prompt with its answer, such as 4096,8192.", rich_help_panel=PROMPTS)
+]
+Examples = Annotated[
+    int,
+    Option(
+        metavar="N",
+        help="Prompts, of each task, length and depth where there are several.",
+        min=1,
+        rich_help_panel=PROMPTS,
+    ),
+]
+Depths = Annotated[
+    str | None,
+    Option(
+        help="Where what is asked for stands in the prompt, such as 0,0.5,1. Default: drawn; of needles, in six steps.",
+        show_default=False,
+        rich_help_panel=PROMPTS,
+    ),
+]
+_CONTEXT = "Tokens of a prompt with its answer. Default: the model's context."
+MaxLength = Annotated[
+    int | None, Option(metavar="N", help=_CONTEXT, min=1, show_default=False, rich_help_panel=PROMPTS)
+]
+_ANSWER = "Tokens of an answer. Default: as the task has it; 512 for --problems."
+MaxNewTokens = Annotated[
+    int | None, Option(metavar="N", help=_ANSWER, min=1, show_default=False, rich_help_panel=PROMPTS)
+]
 type Rows = list[dict[str, Any]]
 ANOTHER = "name another folder with --out, or move it away"
 

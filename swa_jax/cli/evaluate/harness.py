@@ -9,7 +9,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from swa_jax.cli.evaluate.around import THINKING_WITHOUT_CHAT
-from swa_jax.cli.evaluate.evaluation import Evaluation, Measurement, Rows, Run
+from swa_jax.cli.evaluate.evaluation import Evaluation, MaxLength, Measurement, Rows, Run
 from swa_jax.cli.generate_options import CHAT, Thinking
 from swa_jax.cli.options import PROMPTS
 from swa_jax.errors import ConfigError
@@ -24,15 +24,7 @@ def harness(
     limit: Annotated[
         int | None, Option(help="Only the first N documents of a task.", min=1, rich_help_panel=PROMPTS)
     ] = None,
-    max_length: Annotated[
-        int | None,
-        Option(
-            help="Tokens of a request with its answer. Default: the model's context.",
-            min=1,
-            show_default=False,
-            rich_help_panel=PROMPTS,
-        ),
-    ] = None,
+    max_length: MaxLength = None,
     chat: Annotated[
         bool,
         Option(

@@ -9,7 +9,7 @@ from typing import Annotated
 from typer import Option
 
 from swa_jax.cli.evaluate.around import Around
-from swa_jax.cli.evaluate.evaluation import Evaluation, Measurement, Rows, Run
+from swa_jax.cli.evaluate.evaluation import Evaluation, Examples, Measurement, Rows, Run
 from swa_jax.cli.options import PROMPTS, Haystack, Length, NumKeys, draw_needles, fractions, note_whole_prompts
 
 DEFAULT_EXAMPLES = 48
@@ -20,7 +20,7 @@ MORE_TOKENS = 2  # than the longest answer has, so that an end token shows
 def needles(
     evaluation: Evaluation,
     around: Around,
-    examples: Annotated[int, Option(help="Prompts.", min=1, rich_help_panel=PROMPTS)] = DEFAULT_EXAMPLES,
+    examples: Examples = DEFAULT_EXAMPLES,
     length: Length = 1024,
     depths: Annotated[
         str, Option(help="Where the needles lie, as fractions of the prompt, taken in turn.", rich_help_panel=PROMPTS)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from swa_jax.cli.evaluate.around import Around
-from swa_jax.cli.evaluate.evaluation import Evaluation, Measurement, Rows, Run
+from swa_jax.cli.evaluate.evaluation import Evaluation, MaxLength, MaxNewTokens, Measurement, Rows, Run
 from swa_jax.cli.groups import Options
 from swa_jax.cli.options import PROMPTS
 from swa_jax.errors import ConfigError
@@ -47,16 +47,7 @@ class Sets(Options):
             rich_help_panel=FILES,
         ),
     ] = None
-    max_new_tokens: Annotated[
-        int | None,
-        Option(
-            help="Tokens of an answer. Default: as many as the set says, 512 for --problems.",
-            metavar="N",
-            min=1,
-            show_default=False,
-            rich_help_panel=PROMPTS,
-        ),
-    ] = None
+    max_new_tokens: MaxNewTokens = None
 
     def read(self, judged: bool) -> list[Question]:
         """All questions. Raises `ConfigError` where there are none, or what belongs to a set is missing."""
@@ -92,16 +83,7 @@ def questions(
             rich_help_panel=FILES,
         ),
     ] = None,
-    max_length: Annotated[
-        int | None,
-        Option(
-            help="Tokens of a prompt with its answer. Default: the model's context.",
-            metavar="N",
-            min=1,
-            show_default=False,
-            rich_help_panel=PROMPTS,
-        ),
-    ] = None,
+    max_length: MaxLength = None,
     cut_middle: Annotated[
         bool,
         Option(

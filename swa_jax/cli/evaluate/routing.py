@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from swa_jax.cli.evaluate.around import Around
-from swa_jax.cli.evaluate.evaluation import Evaluation, Measurement, Rows, Run
+from swa_jax.cli.evaluate.evaluation import Depths, Evaluation, Measurement, Rows, Run
 from swa_jax.cli.evaluate.needles import DEFAULT_DEPTHS
 from swa_jax.cli.evaluate.needles import DEFAULT_EXAMPLES as NEEDLES
 from swa_jax.cli.evaluate.ruler import DEFAULT_EXAMPLES as RULER_PROMPTS
@@ -54,14 +54,7 @@ def routing(
             rich_help_panel=PROMPTS,
         ),
     ] = None,
-    depths: Annotated[
-        str | None,
-        Option(
-            help="Depths of the needle, such as 0,0.5,1. Default: 0 to 1 in six steps; with --ruler, drawn.",
-            show_default=False,
-            rich_help_panel=PROMPTS,
-        ),
-    ] = None,
+    depths: Depths = None,
     examples: Annotated[
         int | None,
         Option(

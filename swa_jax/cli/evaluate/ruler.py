@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option, echo
 
 from swa_jax.cli.evaluate.around import Around
-from swa_jax.cli.evaluate.evaluation import Evaluation, Measurement, Rows, Run
+from swa_jax.cli.evaluate.evaluation import Depths, Evaluation, Examples, Lengths, MaxNewTokens, Measurement, Rows, Run
 from swa_jax.cli.groups import Options
 from swa_jax.cli.options import PROMPTS, Haystack, fractions, numbers, text_files
 from swa_jax.errors import ConfigError
@@ -30,20 +30,8 @@ ALL, QA = "all", "qa"
 class RulerPrompts(Options):
     """How RULER's prompts are made."""
 
-    lengths: Annotated[
-        str,
-        Option(help="Tokens of a prompt with its answer, such as 4096,8192.", metavar="N,N", rich_help_panel=PROMPTS),
-    ] = "1024"
-    max_new_tokens: Annotated[
-        int | None,
-        Option(
-            help="Tokens of an answer. Default: RULER's, 30 to 128 by the task.",
-            metavar="N",
-            min=1,
-            show_default=False,
-            rich_help_panel=PROMPTS,
-        ),
-    ] = None
+    lengths: Lengths = "1024"
+    max_new_tokens: MaxNewTokens = None
     haystack: Haystack = None
     squad: Annotated[Path | None, Option(help="SQuAD's JSON, for the task qa_1.", rich_help_panel=PROMPTS)] = None
     hotpotqa: Annotated[Path | None, Option(help="HotpotQA's JSON, for the task qa_2.", rich_help_panel=PROMPTS)] = None
@@ -175,17 +163,8 @@ def ruler(
             "without a file that the lengths have room for, and with --depths those that have a depth.",
         ),
     ] = None,
-    depths: Annotated[
-        str | None,
-        Option(
-            help="A grid of these depths, such as 0,0.5,1. Default: drawn as RULER does.",
-            show_default=False,
-            rich_help_panel=PROMPTS,
-        ),
-    ] = None,
-    examples: Annotated[
-        int, Option(help="Prompts for each task, length and depth.", metavar="N", min=1, rich_help_panel=PROMPTS)
-    ] = DEFAULT_EXAMPLES,
+    depths: Depths = None,
+    examples: Examples = DEFAULT_EXAMPLES,
 ) -> Measurement:
     """RULER's tasks: how much of what is asked for the answers have."""
     from swa_jax.evaluate.ruler_scores import ruler_scores
