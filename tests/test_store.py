@@ -1,13 +1,12 @@
 """What is kept belongs to content, a kill costs the record in work, and damage costs its own line and no other."""
 
 import json
-import logging
 
 import numpy as np
 import pytest
 
 from swa_jax.errors import ConfigError
-from swa_jax.store import Store, check_content, digest, read_document, tell_found
+from swa_jax.files import Store, check_content, digest, read_document, tell_found
 
 CONTENT = {"sliding_window": 6, "weights": "a" * 64}
 
@@ -128,4 +127,3 @@ def test_what_is_found_is_said_in_one_wording(tmp_path, capsys):
     tell_found(tmp_path, 0, 30, "replies")
     tell_found(tmp_path, 12, 30, "replies")
     assert capsys.readouterr().err == f"{tmp_path}: found 12 of 30 replies here, doing 18\n"
-    assert not logging.getLogger("swa_jax.store").handlers

@@ -23,6 +23,7 @@ from swa_jax.adapt.tasks import ROWS_OF_TEXT, Scores, Task, lost, measure, num_e
 from swa_jax.checkpoint.served_cache import BudgetError, Memory, most_within
 from swa_jax.errors import ConfigError
 from swa_jax.estimates import Estimate
+from swa_jax.files import Store, digest
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select.evaluator import MaskEvaluator
@@ -31,7 +32,6 @@ from swa_jax.select.heads import head_pattern, heuristic_mask
 from swa_jax.select.layer_patterns import provenance_of
 from swa_jax.select.method_table import TRIED
 from swa_jax.select.nll import EXACT_BELOW, LayerScorer
-from swa_jax.store import Store, digest
 
 Unit = Literal["layers", "heads"]
 SINK_TOKENS = 4  # SWAA's and StreamingLLM's number, where sink tokens are tried

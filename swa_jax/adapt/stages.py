@@ -27,13 +27,12 @@ from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.data.batches import content_sum as data_sum
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate.efficiency import measure_efficiency
-from swa_jax.files import locked, read_json, write_json
+from swa_jax.files import digest, locked, read_document, read_json, write_json
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.report.progress import Progress
 from swa_jax.select.content import VERSION, examples_sum
 from swa_jax.settings import to_dict
-from swa_jax.store import digest, read_document
 from swa_jax.train.loop import train
 
 

@@ -347,9 +347,9 @@ def select_nll(
 ) -> None:
     """NLL-guided selection: keep full the layers whose full attention helps the answers most."""
     from swa_jax.checkpoint.folder import weights_sum
+    from swa_jax.files import tell_found
     from swa_jax.select import LayerScorer, greedy_pattern, nll_pattern
     from swa_jax.select.nll import tried_by_depth
-    from swa_jax.store import tell_found
 
     if tried is not None and not greedy:
         raise ConfigError("--tried is the number of layers that a round of --greedy scores: give both")

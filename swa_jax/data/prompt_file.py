@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from swa_jax.errors import ConfigError
-from swa_jax.files import parse_json_value, read_utf8, write_lines
-from swa_jax.store import Store, digest, tell_found
+from swa_jax.files import Store, digest, parse_json_value, read_utf8, tell_found, write_lines
 
 FORMS = 'a text, {"prompt": text} or {"messages": [...]}'
 

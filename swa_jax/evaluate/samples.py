@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from swa_jax.evaluate.examples import Example
-from swa_jax.files import sum_of_json
-from swa_jax.store import Store, digest, tell_found
+from swa_jax.files import Store, digest, sum_of_json, tell_found
 
 
 class Samples:

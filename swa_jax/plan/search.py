@@ -17,13 +17,12 @@ from typing import Any
 
 from swa_jax.chips import chip_name
 from swa_jax.errors import ConfigError
-from swa_jax.files import sum_of_json, write_json
+from swa_jax.files import check_content, read_document, sum_of_json, write_json
 from swa_jax.plan.candidates import Settings, XlaOption, candidates, present, refusal
 from swa_jax.plan.cost import Estimate, Workload, estimate
 from swa_jax.plan.plan import check_stage, planned_start, topology_devices
 from swa_jax.plan.step_time import ROUTED_SHARE
 from swa_jax.settings import to_dict
-from swa_jax.store import check_content, read_document
 from swa_jax.train.compiler import check_options
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.patterns import stage_patterns

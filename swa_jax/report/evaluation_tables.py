@@ -28,8 +28,8 @@ def _number(title: str, key: str, unit: str = "", form: str = "", per: float = 1
     return Column(title, unit), lambda row: format(row[key] / per if form else row[key], form)
 
 
-def _score(title: str, key: str = "score", form: Callable[[float], str] = percent, unit: str = " %") -> Shown:
-    return Column(title), lambda row: with_interval(row[key], row.get("interval"), form, unit)
+def _score(title: str, key: str = "score", form: Callable[[float], str] = percent, sign: str = " %") -> Shown:
+    return Column(title), lambda row: with_interval(row[key], row.get("interval"), form, sign)
 
 
 def _depth(rows: Sequence[Row]) -> Shown | None:
@@ -126,7 +126,7 @@ def harness_table(rows: Sequence[Row]) -> Table:
         PATTERN,
         _text("Task", "task"),
         (Column("Metric", text=True), metric),
-        _score("Score", form="{:.4g}".format, unit=""),
+        _score("Score", form="{:.4g}".format, sign=""),
         documents,
     ]
     return _table("lm-evaluation-harness", rows, columns, notes)
@@ -138,7 +138,7 @@ def questions_table(rows: Sequence[Row]) -> Table:
         "Mean score of 100, 95 % interval over questions (Wilson for right or wrong, bootstrap otherwise).",
         "Left out: longer than the context (see --max-length, --cut-middle).",
     )
-    score = _score("Score", form=lambda value: f"{100 * value:.1f}", unit="")
+    score = _score("Score", form=lambda value: f"{100 * value:.1f}", sign="")
     counts = [
         _number(title, key)
         for title, key in (("Questions", "num_questions"), ("Left out", "num_left_out"), ("Cut", "num_cut"))

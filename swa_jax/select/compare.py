@@ -22,7 +22,7 @@ from swa_jax.errors import ConfigError
 from swa_jax.estimates import accuracy_interval, bootstrap, paired_bootstrap, paired_score
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import score_answers
-from swa_jax.files import write_json
+from swa_jax.files import digest, read_document, tell_found, write_json
 from swa_jax.model.cache import cache_bytes
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL
@@ -31,7 +31,6 @@ from swa_jax.select.content import content_key, examples_sum
 from swa_jax.select.method_table import By
 from swa_jax.select.methods import choose
 from swa_jax.select.separation import doubt
-from swa_jax.store import digest, read_document, tell_found
 
 Row = Mapping[str, Any]
 

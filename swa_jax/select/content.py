@@ -1,4 +1,4 @@
-"""The content that scores are made from, by which `swa_jax.store` keeps them: weights, examples and options."""
+"""The content that scores are made from, by which they are kept: weights, examples and options."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from flax import nnx
 
 from swa_jax.checkpoint.folder import fetch
 from swa_jax.evaluate.examples import Example
+from swa_jax.files import digest
 from swa_jax.model.decoder import Decoder
 from swa_jax.settings import to_dict
-from swa_jax.store import digest
 
 VERSION = 3  # of how scores are made: raise it when the same content would be scored otherwise
 

@@ -17,6 +17,7 @@ from flax import nnx
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import AnswerScores, answer_batches, score_batch
+from swa_jax.files import Store
 from swa_jax.model.attention import layer_plan
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import HYBRID
@@ -24,7 +25,6 @@ from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select.content import content_key
 from swa_jax.select.gates import gate_gradient
 from swa_jax.select.method_table import By
-from swa_jax.store import Store
 
 
 class Score(NamedTuple):

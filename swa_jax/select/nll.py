@@ -24,6 +24,7 @@ from swa_jax.errors import ConfigError
 from swa_jax.estimates import Estimate, bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import AnswerBatch, answer_batches, check_examples
+from swa_jax.files import Store
 from swa_jax.model.attention import LayerPlan, layer_plan
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_stacks import are_alike
@@ -33,7 +34,6 @@ from swa_jax.select import toggles
 from swa_jax.select.content import content_key
 from swa_jax.select.gates import gate_gradient
 from swa_jax.select.method_table import TRIED
-from swa_jax.store import Store
 
 Progress = Callable[[int, int], None]
 EXACT_BELOW = 13  # layers: with fewer, all are scored, which costs little more

@@ -15,10 +15,10 @@ from tiny_models import BYTES, SOFTMAX, byte_checkpoint, make
 from swa_jax.checkpoint.folder import load_model, save_model
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate import Example
+from swa_jax.files import digest
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select import LayerScorer, MaskEvaluator
-from swa_jax.store import digest
 
 FULL = np.ones((LAYERS, KV_HEADS), bool)
 

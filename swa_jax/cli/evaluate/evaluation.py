@@ -34,8 +34,7 @@ from swa_jax.cli.options import (
     with_patterns,
 )
 from swa_jax.errors import ConfigError
-from swa_jax.files import write_json
-from swa_jax.store import check_content, read_document
+from swa_jax.files import check_content, read_document, write_json
 
 if TYPE_CHECKING:
     from swa_jax.data.tokenizer import Tokenizer
