@@ -442,18 +442,19 @@ def check_content(
         raise ConfigError(f"{file} holds {kind} of other content ({'; '.join(differences)}): {advice}")
 
 
-def read_document(file: Path, kind: str, part: str = "", advice: str = START_OVER) -> dict[str, Any]:
+def read_document(file: Path, kind: str = "", part: str = "", advice: str = "") -> dict[str, Any]:
     """The JSON object that a run keeps in a file and writes whole; {} where there is none yet.
 
     Raises:
-      ConfigError: the file is damaged, or holds something else: its `part`, an object or a list, is missing.
+      ConfigError: the file is damaged, or holds something else: its `part`, an object or a list, is missing. The
+        sentence ends with `advice`.
     """
     if not file.exists():
         return {}
     try:
         document = read_json(file)
     except ConfigError as error:
-        raise ConfigError(f"{error}: {advice}") from None
+        raise ConfigError(f"{error}: {advice}" if advice else str(error)) from None
     if part and not isinstance(document.get(part), dict | list):
         raise ConfigError(f"{file} holds no {kind}: {advice}")
     return document

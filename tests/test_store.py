@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from swa_jax.errors import ConfigError
-from swa_jax.files import Store, check_content, digest, read_document, tell_found
+from swa_jax.files import START_OVER, Store, check_content, digest, read_document, tell_found
 
 CONTENT = {"sliding_window": 6, "weights": "a" * 64}
 
@@ -110,7 +110,7 @@ def test_time_counts_over_runs(tmp_path):
 
 def test_a_document_is_whole_or_refused(tmp_path):
     file = tmp_path / "results.json"
-    assert read_document(file, "results", "rows") == {}
+    assert read_document(file, "results", "rows") == read_document(file) == {}
     file.write_text('{"rows": [1]}')
     assert read_document(file, "results", "rows") == {"rows": [1]}
     for text, said in (
@@ -120,7 +120,7 @@ def test_a_document_is_whole_or_refused(tmp_path):
     ):
         file.write_text(text)
         with pytest.raises(ConfigError, match=f"results.json {said}"):
-            read_document(file, "results", "rows")
+            read_document(file, "results", "rows", START_OVER)
 
 
 def test_what_is_found_is_said_in_one_wording(tmp_path, capsys):

@@ -65,7 +65,7 @@ class Results:
           made: a folder that belongs to the result; where it is gone, the stage runs again.
         """
         file = self.folder / f"{name}.json"
-        stored = read_document(file, "result of adapt")
+        stored = self._read(file)
         if stored.get("key") == key and (made is None or made.exists()):
             self.report(f"{title}: found here ({stored['seconds']:.0f} s)")
         else:
@@ -82,9 +82,17 @@ class Results:
         self.found[name], self.seconds[name] = stored["result"], stored["seconds"]
         return self.found[name]
 
+    def _read(self, file: Path) -> dict[str, Any]:
+        """What a stage has written; {} where there is nothing yet, or where it is damaged, which is reported."""
+        try:
+            return read_document(file)
+        except ConfigError as error:
+            self.report(f"{error}: it is made again")
+            return {}
+
     def _spent(self, begun: Path, key: str) -> float:
         """Seconds that killed runs spent on a stage: until the last file of OUT that they wrote."""
-        record = read_document(begun, "result of adapt")
+        record = self._read(begun)
         if record.get("key") != key:
             return 0.0
         last = max(path.stat().st_mtime for path in self.folder.parent.rglob("*") if path.is_file())
@@ -176,7 +184,7 @@ class Run:
     def _claim(self) -> None:
         """Make the folder this model's, or see that it is."""
         file = self.results.folder / "model.json"
-        if read_document(file, "model of adapt").get("key", self.model_sum) != self.model_sum:
+        if read_document(file).get("key", self.model_sum) != self.model_sum:
             raise ConfigError(
                 f"{self.job.settings.out} holds the adaptation of another model, or of one that has changed since: "
                 "name a new folder"
@@ -255,7 +263,7 @@ class Run:
             return {}
         started = self.results.folder / "tune-started.json"
         folder = self._tuned.parent
-        if read_document(started, "mark of adapt").get("key") != key:
+        if self.results._read(started).get("key") != key:
             shutil.rmtree(folder, ignore_errors=True)
             for file in self.results.folder.glob(f"{self.job.replies_file.name}*"):  # of an earlier run
                 file.unlink()

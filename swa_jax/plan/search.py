@@ -17,7 +17,7 @@ from typing import Any
 
 from swa_jax.chips import chip_name
 from swa_jax.errors import ConfigError
-from swa_jax.files import check_content, read_document, sum_of_json, write_json
+from swa_jax.files import START_OVER, check_content, read_document, sum_of_json, write_json
 from swa_jax.plan.candidates import Settings, XlaOption, candidates, present, refusal
 from swa_jax.plan.cost import Estimate, Workload, estimate
 from swa_jax.plan.plan import check_stage, planned_start, topology_devices
@@ -273,7 +273,7 @@ class SearchFile:
         Raises:
           ConfigError: the file holds something else, or another search.
         """
-        data = read_document(file, "results of --search", "search")
+        data = read_document(file, "results of --search", "search", START_OVER)
         if data:
             check_content(file, "results of --search", data["search"], key)
         self.file, self.key, self.records = file, key, data.get("tried", [])

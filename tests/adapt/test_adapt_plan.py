@@ -102,6 +102,25 @@ def test_the_time_of_killed_runs_counts(tmp_path):
     assert json.loads((folder / "search.json").read_text())["seconds"] < 5
 
 
+def test_a_damaged_result_costs_its_own_stage(tmp_path):
+    folder, said = tmp_path / "adapt", []
+    folder.mkdir()
+    results = Results(folder, said.append)
+    for name in ("original", "search"):
+        results.stage(name, name, "k", lambda: {"is": name})  # noqa: B023
+    (folder / "search.json").write_text('{"key": "k", "seco')
+    said.clear()
+    for name in ("original", "search"):
+        assert results.stage(name, name, "k", lambda: {"is": "new"})["is"] == {"original": "original"}.get(name, "new")
+    assert [line.split(" (")[0] for line in said] == [
+        "original: found here",
+        f"{folder / 'search.json'} is not valid JSON: Unterminated string starting at",
+        "search ...",
+        "search: 0 s",
+    ]
+    assert json.loads((folder / "search.json").read_text())["result"] == {"is": "new"}
+
+
 def test_half_made_folders_are_named_and_removed(tmp_path, monkeypatch):
     job = small_job(tmp_path, server="vllm")
     for name in ("vllm.partial", "notes"):
