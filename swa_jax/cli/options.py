@@ -119,7 +119,7 @@ ServeLength = Annotated[
     Option(
         "--serve-length",
         metavar="N",
-        help="Tokens of the sequence whose cache is counted. Default: as --length.",
+        help="Tokens of the sequence. Default: --length.",
         min=1,
         show_default=False,
         rich_help_panel=SERVING,
@@ -130,7 +130,7 @@ BatchedTokens = Annotated[
     Option(
         "--batched-tokens",
         metavar="N",
-        help="vLLM's --max-num-batched-tokens. Default: its own, or the sequence in 16 steps.",
+        help="Tokens of prompts that vLLM reads at once.",
         min=1,
         show_default=False,
         rich_help_panel=SERVING,
