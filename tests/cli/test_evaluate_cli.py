@@ -363,6 +363,13 @@ def test_efficiency_times_every_pattern(checkpoint, tmp_path):
     assert "--lengths must be positive whole numbers" in fails("efficiency", checkpoint, "--lengths", "0")
 
 
+def test_json_is_all_that_is_printed(checkpoint, text):
+    words = ["evaluate", "text", str(checkpoint), str(text), "--lengths", "32", "--json"]
+    printed = json.loads(CliRunner().invoke(app, words).stdout)
+    assert [row["length"] for row in printed["perplexity_sweep"]] == [32]
+    assert printed["settings"]["text"]["lengths"] == "32"
+
+
 # ---- one folder for several kinds ----
 
 

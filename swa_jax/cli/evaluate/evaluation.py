@@ -137,7 +137,7 @@ class Evaluation(Options):
             ),
         ] = None,
         as_json: Annotated[
-            bool, Option("--json", help="Print the rows as JSON in place of the table.", rich_help_panel=OUTPUT)
+            bool, Option("--json", help="Print the results as JSON in place of the table.", rich_help_panel=OUTPUT)
         ] = False,
     ):
         self.model, self.yarn, self.dtype = model, yarn, dtype
@@ -230,7 +230,7 @@ class Evaluation(Options):
         self.results |= {"unfinished": unfinished} if unfinished else {}
         self._save(what.key, rows)
         if self.as_json:
-            typer.echo(json.dumps(rows, indent=2))
+            typer.echo(json.dumps(self.results, indent=2))
         else:
             table_console().print(what.table(rows))
         if self.out is not None:
