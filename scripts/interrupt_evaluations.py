@@ -47,7 +47,7 @@ COMMANDS = {
     ),
     "select nll": Command(
         (*CLI, "select", "nll", "MODEL", *PROMPTS, "--one-in", 2, "--examples", 24, "--batch-size", 4,
-         "--resume-file", "OUT/scores.json", "--out", "OUT/nll.json", "--force"),
+         "--resume-file", "OUT/scores.jsonl", "--out", "OUT/nll.json", "--force"),
         ("nll.json",),
     ),
     "select bosch": Command(

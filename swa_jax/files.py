@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there: atomic writes, SHA-256 sums, new folders."""
+"""Files and folders that are whole or not there: atomic writes, SHA-256 sums, new folders, a store of results."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import logging
 import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -18,6 +21,7 @@ from swa_jax.errors import CheckpointError, ConfigError, UnreachableError, UserE
 
 _BUCKET = re.compile(r"(gs|gcs|s3|s3a|r2|az|abfs|abfss|hdfs):/\S+")
 _MARK = ".incomplete"  # lies in a folder while it is being written; holds what the folder is to become
+log = logging.getLogger(__name__)
 
 # ---- files ----
 
@@ -52,6 +56,11 @@ def write_text(file: str | Path, text: str) -> None:
 def write_json(file: str | Path, data: Any, indent: int = 2) -> None:
     """Write a JSON value as `write_bytes` does."""
     write_text(file, json.dumps(data, indent=indent) + "\n")
+
+
+def write_lines(file: str | Path, values: Iterable[Any]) -> None:
+    """Write JSON values, one a line, as `write_bytes` does."""
+    write_text(file, "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values))
 
 
 def read_utf8(file: Path) -> str:
@@ -305,3 +314,147 @@ def check_room(folder: Path, size: int) -> None:
             f"the disk of {folder} has {disk.free / 1e9:.2f} GB left, and {size / 1e9:.2f} GB are needed: make room, "
             "or give a folder on another disk"
         )
+
+
+# ---- what is known already ----
+#
+# A name or a path may stand for something else tomorrow, and a time says nothing. So what is kept belongs to content:
+# to the sums of weights, data and options, which `digest` makes keys of. Equal keys, equal results.
+
+START_OVER = "name another file, or remove this one to start over"
+_MEANS = {  # what a user would call what differs
+    "weights": "weights, so that it is of another model",
+    "config": "model configuration, by which --yarn also counts",
+    "examples": "examples (--length, --examples, --keys, --haystack, --prompts or --seed)",
+}
+_STARTS = b'{"content": ', b'{"key": '  # of our lines
+
+
+def digest(value: Any) -> str:
+    """A key: 32 hexadecimal digits of the SHA-256 of plain JSON values, whatever the order of a mapping."""
+    return sum_of_json(value)[:32]
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def tell_found(file: Path | None, found: int, total: int, kind: str, say: Callable[[str], object] = _to_stderr) -> None:
+    """Say how many of `total` results of a kind, such as "replies", a run finds in a file and need not make, if any."""
+    if found:
+        say(f"{file}: found {found} of {total} {kind} here, doing {total - found}")
+
+
+class Store:
+    """Records by key, each a line of JSON that is written as it comes: a killed run loses no more than the one in work.
+
+    Without a file, records are kept for this process alone. A line that is damaged is told in the log and does not
+    count; it costs no other.
+
+    Attributes:
+      records: what is known, by key.
+    """
+
+    def __init__(self, file: Path | None, kind: str, content: Mapping[str, Any] | None = None):
+        """Reads what earlier runs have left.
+
+        Args:
+          kind: what the records are, for sentences: "scores of masks".
+          content: what all of them depend on, beside their keys, as plain JSON values: the first line of the file.
+
+        Raises:
+          ConfigError: the file holds something else, or records of other content.
+        """
+        self.records: dict[str, dict[str, Any]] = {}
+        self._file, self._content = file, None if content is None else {"content": dict(content)}
+        self._whole: int | None = None  # bytes of the whole lines, where a kill has left half a line behind them
+        if file is not None and file.exists():
+            self._read(file, kind)
+        before = [one["seconds"] for one in self.records.values() if "seconds" in one]
+        self._started = time.monotonic() - max(before, default=0.0)
+
+    @property
+    def seconds(self) -> float:
+        """Since this was made, and what the runs before took, by the `seconds` of their records."""
+        return time.monotonic() - self._started
+
+    def add(self, key: str, **record: Any) -> None:
+        """Keep a record of JSON values, in place of the one that the key has."""
+        self.records[key] = record
+        if self._file is None:
+            return
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        if self._whole is not None:
+            os.truncate(self._file, self._whole)
+            self._whole = None
+        with self._file.open("ab") as stream:
+            if self._content is not None and not stream.tell():
+                stream.write(_line(self._content))
+            stream.write(_line({"key": key} | record))
+
+    def _read(self, file: Path, kind: str) -> None:
+        *lines, half = file.read_bytes().split(b"\n")
+        if half:
+            self._whole = sum(len(line) + 1 for line in lines)
+        if not lines and not any(half[:8] == start[: len(half[:8])] for start in _STARTS):
+            raise ConfigError(f"{file} holds no {kind}: {START_OVER}")
+        values = [_value(line, file) for line in lines]
+        if self._content is not None and lines:
+            if values[0] is None or values[0].keys() != {"content"}:
+                raise ConfigError(f"{file} holds no {kind}, or its first line is damaged: {START_OVER}")
+            check_content(file, kind, values[0]["content"], self._content["content"])
+            values[0] = {}
+        for value in values:
+            if value and "key" in value:
+                self.records[value.pop("key")] = value
+        if damaged := [str(number) for number, value in enumerate(values, 1) if value is None]:
+            lines_of = f"lines {', '.join(damaged)} are" if len(damaged) > 1 else f"line {damaged[0]} is"
+            log.warning("%s: %s damaged and does not count: what it held is made again", file, lines_of)
+
+
+def _line(value: dict[str, Any]) -> bytes:
+    """As text of one line, with a sum by which damage shows."""
+    return (json.dumps(value | {"sum": sum_of_json(value)[:8]}, ensure_ascii=False) + "\n").encode()
+
+
+def _value(line: bytes, file: Path) -> dict[str, Any] | None:
+    """What a line holds; None where it is damaged."""
+    try:
+        value = parse_json(line, file)
+        return value if value.pop("sum") == sum_of_json(value)[:8] else None
+    except (ConfigError, KeyError):
+        return None
+
+
+def check_content(
+    file: Path, kind: str, before: Mapping[str, Any], now: Mapping[str, Any], advice: str = START_OVER
+) -> None:
+    """Raise `ConfigError`, which names what differs, where a file holds results of other content than is asked for."""
+    differences = []
+    for name in [*now, *(before.keys() - now.keys())]:
+        one, other = before.get(name), now.get(name)
+        if one == other:
+            continue
+        plain = all(isinstance(value, bool | int | float | None) or len(str(value)) < 32 for value in (one, other))
+        known = _MEANS.get(name, name)
+        differences.append(f"{name} was {one} there and is {other} here" if plain else f"other {known}")
+    if differences:
+        raise ConfigError(f"{file} holds {kind} of other content ({'; '.join(differences)}): {advice}")
+
+
+def read_document(file: Path, kind: str = "", part: str = "", advice: str = "") -> dict[str, Any]:
+    """The JSON object that a run keeps in a file and writes whole; {} where there is none yet.
+
+    Raises:
+      ConfigError: the file is damaged, or holds something else: its `part`, an object or a list, is missing. The
+        sentence ends with `advice`.
+    """
+    if not file.exists():
+        return {}
+    try:
+        document = read_json(file)
+    except ConfigError as error:
+        raise ConfigError(f"{error}: {advice}" if advice else str(error)) from None
+    if part and not isinstance(document.get(part), dict | list):
+        raise ConfigError(f"{file} holds no {kind}: {advice}")
+    return document

@@ -14,8 +14,7 @@ from swa_jax.adapt.replies import REPLY_TOKENS, Replies, plan_replies
 from swa_jax.adapt.search import EFFORTS, Effort, Space, Unit, find_space
 from swa_jax.adapt.source import Source, find_source
 from swa_jax.adapt.tasks import Data, Drawn, draw_tasks
-from swa_jax.checkpoint.served_cache import BLOCKS, Memory
-from swa_jax.checkpoint.servers import check_target
+from swa_jax.checkpoint.served_cache import Memory
 from swa_jax.data.batches import check_source, make_batches
 from swa_jax.data.chat import find_wrap
 from swa_jax.data.sources import RECORDS, SourceConfig
@@ -30,7 +29,6 @@ STAGES = ("original", "search", "tune", "adapted", "efficiency", "export", "cana
 FOLDER = "adapt"  # in OUT: the stages' results
 MARK = ".swa-jax-adapt"  # in that folder: says that OUT is an adaptation's, to be written anew
 LONGEST = 2048  # tokens of an example, unless --length says otherwise
-CHUNK_SHARE = 16  # a prompt is worked on in at least so many chunks, where the server lets us choose
 WINDOW_SHARES = (32, 16, 8, 4)  # windows tried, as shares of an example's length
 
 
@@ -47,7 +45,7 @@ class Settings:
     chat: bool | None = None
     length: int | None = None
     serve_length: int | None = None
-    prefill_chunk: int | None = None
+    batched_tokens: int | None = None
     windows: tuple[int, ...] = ()
     unit: Unit = "layers"
     effort: str = "normal"
@@ -148,14 +146,14 @@ def prepare(settings: Settings) -> Job:
             f"--unit heads keeps single KV heads full, which {settings.server} cannot run: leave out --for, or choose "
             "layers"
         )
-    check_target(settings.server)
     _check_folder(settings.out)
     _check_files(settings)
     _check_windows(settings.windows, settings.length or LONGEST)
     source = find_source(settings.model)
     tokenizer = load_tokenizer(source.folder).within(source.config.vocab_size)
     length = settings.length or min(LONGEST, source.config.max_position_embeddings)
-    memory = _memory(settings, source, length)
+    served = settings.serve_length or length
+    memory = Memory(source.config, source.hf_config, served, settings.server, settings.batched_tokens)
     windows = settings.windows or _windows(source, length)
     _check_windows(windows, length)
     space = find_space(memory, settings.kv_budget, windows, settings.unit)
@@ -205,18 +203,6 @@ def _windows(source: Source, length: int) -> tuple[int, ...]:
     own = source.pattern.sliding_window
     shares = [max(1, length // share) for share in WINDOW_SHARES]
     return tuple(sorted({*shares, *([own] if own is not None and own < length else [])}))
-
-
-def _memory(settings: Settings, source: Source, length: int) -> Memory:
-    """Where the cache is counted; the chunk of a prompt is chosen small enough for windows to save something."""
-    served = settings.serve_length or length
-    chunk = settings.prefill_chunk
-    if settings.server in BLOCKS:
-        own = BLOCKS[settings.server].in_flight
-        chunk = chunk or max(16, min(own, served // CHUNK_SHARE))
-    elif chunk is not None:
-        raise ConfigError(f"--prefill-chunk is of {' and '.join(BLOCKS)}, whose caches depend on it: leave it out")
-    return Memory(source.config, source.hf_config, served, settings.server, chunk)
 
 
 def _check_windows(windows: tuple[int, ...], length: int) -> None:

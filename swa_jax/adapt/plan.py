@@ -237,6 +237,7 @@ def plan_text(job: Job) -> str:
         "canary": f"make the receipt of the export for {server}" if server and settings.canary else "no receipt",
     }
     lines = [f"{job.source.name} to {settings.out}, cache counted {job.memory.place}:"]
+    lines += [f"  {job.memory.steps}"] if job.memory.steps else []
     lines += [
         f"  {number}. {titles[name]}" + (f" (about {duration(seconds[name])})" if seconds[name] >= 1 else "")
         for number, name in enumerate(STAGES, start=1)

@@ -104,23 +104,24 @@ def draw_replies(replies: Replies, model: Decoder, tokenizer: Tokenizer, model_s
     if out.exists():
         return
     keep = find_filter(replies.keep, ANSWER)
-    with ReplyFile(out, replies.content(model_sum)) as file:
+    file = ReplyFile(out, replies.content(model_sum))
+    file.tell_found(len(replies.samples))
+    yield len(file.replies)
+    for _ in distill(
+        model,
+        tokenizer,
+        replies.samples,
+        replies.records,
+        keep,
+        replies.drawing,
+        file,
+        where=f"{replies.where}, prompt",
+    ):
         yield len(file.replies)
-        for _ in distill(
-            model,
-            tokenizer,
-            replies.samples,
-            replies.records,
-            keep,
-            replies.drawing,
-            file,
-            where=f"{replies.where}, prompt",
-        ):
-            yield len(file.replies)
-        if not any(reply["kept"] for reply in file.replies.values()):
-            why = "has the right answer" if replies.keep != "none" else "came to its end"
-            raise ConfigError(
-                f"of the model's {len(file.replies)} replies to the prompts of {replies.where} none {why}: give "
-                "prompts that it can answer, or --tune-data"
-            )
-        file.finish(lambda reply: reply["kept"])
+    if not any(reply["kept"] for reply in file.replies.values()):
+        why = "has the right answer" if replies.keep != "none" else "came to its end"
+        raise ConfigError(
+            f"of the model's {len(file.replies)} replies to the prompts of {replies.where} none {why}: give "
+            "prompts that it can answer, or --tune-data"
+        )
+    file.finish(lambda reply: reply["kept"])

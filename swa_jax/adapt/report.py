@@ -80,7 +80,7 @@ def _sentences(job: Job, results: Results) -> list[str]:
     return [
         _pattern_words(results.pattern),
         f"The cache of a sequence of {job.memory.length} tokens takes {row['share']:.1%} of what full attention takes, "
-        f"counted in {_place(job)}; the budget was {job.settings.kv_budget:.0%}.",
+        f"counted in {_place(job)}; the budget was {job.settings.kv_budget:.0%}. {job.memory.steps}".rstrip(),
         quality,
     ]
 
@@ -250,12 +250,12 @@ def _memory(job: Job, efficiency: Mapping[str, Any], pattern: AttentionPattern, 
         for where, before, after in counted
     ]
     note = []
-    if memory.server is not None and memory.prefill_chunk is not None:
+    if memory.server is not None and memory.batched_tokens is not None:
         name = f"{_called(memory.server)} {SERVERS[memory.server].version}"
         about = (
             f"{name} allocates memory in blocks, to groups of equally many layers. Its windowed layers also hold the "
-            f"{memory.prefill_chunk} tokens of a prompt that it computes at once (--max-num-batched-tokens). So a "
-            "pattern saves less there than in this library."
+            f"{memory.batched_tokens} tokens of a prompt that it computes at once (--max-num-batched-tokens). So a "
+            f"pattern saves less there than in this library. {memory.steps}"
         )
         note.append(html.paragraph(about))
     return [

@@ -22,12 +22,12 @@ import numpy as np
 from swa_jax.adapt.tasks import ROWS_OF_TEXT, Scores, Task, lost, measure, num_examples, share_right
 from swa_jax.checkpoint.served_cache import BudgetError, Memory, most_within
 from swa_jax.errors import ConfigError
+from swa_jax.files import Store, digest
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select.heads import head_pattern, heuristic_mask
 from swa_jax.select.methods import DEFAULT, Ranking, rank
 from swa_jax.select.nll import EXACT_BELOW, TRIED
-from swa_jax.select.score_file import ScoreFile, digest
 from swa_jax.select.task import Task as Choice
 
 Unit = Literal["layers", "heads"]
@@ -219,8 +219,8 @@ class Search:
         self._layer_scores: list[list[float | None]] = []
         self._ranked: dict[str, Any] = {}  # for the patterns' provenance
         self._left_out: list[str] = []
-        file = self.folder / f"candidates-{self.key[:8]}.json"
-        self._file = ScoreFile(file, {"search": self.key}, "candidates of a search")
+        file = self.folder / f"candidates-{self.key[:8]}.jsonl"
+        self._scores = Store(file, "candidates of a search", {"search": self.key})
 
     def __call__(self) -> dict[str, Any]:
         """The candidates that were tried, the best one's place, and what each layer is worth: plain JSON values."""
@@ -243,7 +243,6 @@ class Search:
                 best = min([best, *others], key=value)  # of equals the one there is
             if best == before:
                 break
-        self._file.save()
         possible = {point: row for point, row in rows.items() if row is not None}
         if best not in possible:
             raise ConfigError(f"no candidate is possible: {self._left_out[0]}")
@@ -270,7 +269,7 @@ class Search:
             start.num_sink_tokens,
             batch_size=self.batch_size,
             seed=self.seed,
-            file=self.folder / f"ranked-{name}.json",
+            file=self.folder / f"ranked-{name}.jsonl",
             weights=self.key,
             progress=self.progress,
             force=True,  # whether the tasks tell anything was asked before the search
@@ -300,12 +299,11 @@ class Search:
         content = dataclasses.asdict(pattern)
         del content["provenance"]
         name = digest(content)
-        if name not in self._file.scores:
-            self._file.scores[name] = self._score(pattern)
-            self._file.save()
+        if name not in self._scores.records:
+            self._scores.add(name, **self._score(pattern))
         row = (
             dataclasses.asdict(point)
-            | self._file.scores[name]
+            | self._scores.records[name]
             | {
                 "full_layers": list(pattern.full_layers),
                 "full_head_counts": list(pattern.full_head_counts),

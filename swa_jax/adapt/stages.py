@@ -27,11 +27,11 @@ from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.data.batches import content_sum as data_sum
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate.efficiency import measure_efficiency
-from swa_jax.files import locked, read_json, write_json
+from swa_jax.files import digest, locked, read_document, read_json, write_json
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.report.progress import Progress
-from swa_jax.select.score_file import VERSION, digest, examples_sum
+from swa_jax.select.content import VERSION, examples_sum
 from swa_jax.settings import to_dict
 from swa_jax.train.loop import train
 
@@ -65,9 +65,9 @@ class Results:
           made: a folder that belongs to the result; where it is gone, the stage runs again.
         """
         file = self.folder / f"{name}.json"
-        stored = read_json(file) if file.exists() else {}
+        stored = self._read(file)
         if stored.get("key") == key and (made is None or made.exists()):
-            self.report(f"{title}: done before ({stored['seconds']:.0f} s)")
+            self.report(f"{title}: found here ({stored['seconds']:.0f} s)")
         else:
             begun = self.folder / f"{name}-begun.json"
             before = self._spent(begun, key)
@@ -82,9 +82,17 @@ class Results:
         self.found[name], self.seconds[name] = stored["result"], stored["seconds"]
         return self.found[name]
 
+    def _read(self, file: Path) -> dict[str, Any]:
+        """What a stage has written; {} where there is nothing yet, or where it is damaged, which is reported."""
+        try:
+            return read_document(file)
+        except ConfigError as error:
+            self.report(f"{error}: it is made again")
+            return {}
+
     def _spent(self, begun: Path, key: str) -> float:
         """Seconds that killed runs spent on a stage: until the last file of OUT that they wrote."""
-        record = read_json(begun) if begun.exists() else {}
+        record = self._read(begun)
         if record.get("key") != key:
             return 0.0
         last = max(path.stat().st_mtime for path in self.folder.parent.rglob("*") if path.is_file())
@@ -176,7 +184,7 @@ class Run:
     def _claim(self) -> None:
         """Make the folder this model's, or see that it is."""
         file = self.results.folder / "model.json"
-        if file.exists() and read_json(file).get("key") != self.model_sum:
+        if read_document(file).get("key", self.model_sum) != self.model_sum:
             raise ConfigError(
                 f"{self.job.settings.out} holds the adaptation of another model, or of one that has changed since: "
                 "name a new folder"
@@ -204,7 +212,7 @@ class Run:
     def _searched(self) -> Any:
         """What the search depends on, beside the model and its scores."""
         job, settings = self.job, self.job.settings
-        memory = [job.memory.server, job.memory.length, job.memory.prefill_chunk]
+        memory = [job.memory.server, job.memory.length, job.memory.batched_tokens]
         return [settings.kv_budget, memory, dataclasses.asdict(job.space), job.effort, settings.seed]
 
     def _search(self, key: str) -> dict[str, Any]:
@@ -255,7 +263,7 @@ class Run:
             return {}
         started = self.results.folder / "tune-started.json"
         folder = self._tuned.parent
-        if not started.exists() or read_json(started).get("key") != key:
+        if self.results._read(started).get("key") != key:
             shutil.rmtree(folder, ignore_errors=True)
             for file in self.results.folder.glob(f"{self.job.replies_file.name}*"):  # of an earlier run
                 file.unlink()
@@ -305,12 +313,14 @@ class Run:
             folder,
             pattern=self.results.pattern,
             server=server,
+            serve_length=self.job.memory.length,
+            batched_tokens=self.job.memory.batched_tokens,
             canary=False,
             describe=lines.append,
         )
         served = self.job.memory.served(self.results.pattern)
         assert served is not None
-        return {"describe": lines, "command": self._command(served.command, folder)}
+        return {"describe": lines, "command": self.job.memory.command(served, folder)}
 
     def _canary(self) -> dict[str, Any]:
         """What can tell a server that reads the export wrongly: at most a tenth of the work of the rest."""
@@ -326,18 +336,7 @@ class Run:
                 read_json(folder / CONFIG_FILE),
                 budget=canary_budget(job),
                 longest=job.memory.length,
+                counted=job.memory.describe(served.pattern),
                 progress=progress.update,
             )
         return {"describe": note}
-
-    def _command(self, command: str, folder: Path) -> str:
-        """How the server is started, with the sizes that the budget was counted with."""
-        if not command:
-            return ""
-        memory = self.job.memory
-        sizes = (
-            ""
-            if memory.prefill_chunk is None
-            else (f" --max-model-len {memory.length} --max-num-batched-tokens {memory.prefill_chunk}")
-        )
-        return command.format(folder=folder) + sizes

@@ -76,6 +76,7 @@ def write_canary(
     budget: float | None = None,
     memory: float | None = None,
     longest: int | None = None,
+    counted: str = "",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> str:
     """Write `canary.json` and `check_server.py` into an export.
@@ -88,6 +89,7 @@ def write_canary(
       budget: operations that it may cost; None: `BUDGET`.
       memory: bytes that it may take; None: what this machine has free.
       longest: tokens that the server takes of a prompt and its answer; None: as many as the model.
+      counted: what the server's cache takes, in a sentence, which `check_server.py` repeats.
       progress: called with (passes done, passes in all).
 
     Returns:
@@ -107,7 +109,7 @@ def write_canary(
             "Export on an accelerator to have one."
         )
     try:
-        canary = make_canary(checkpoint, pattern, hf, readings, size, progress)
+        canary = make_canary(checkpoint, pattern, hf, readings, size, progress) | {"counted": counted}
     except jax.errors.JaxRuntimeError as error:  # such as memory that ran out after all
         return f"No canary: it could not be computed ({str(error).splitlines()[0][:200]})."
     write_json(folder / check_server.CANARY_FILE, canary, indent=0)

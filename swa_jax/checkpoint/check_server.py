@@ -379,11 +379,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             answers, api = ask_transformers(options.canary.parent, canary, options.dtype), "transformers"
         else:
             answers, api = ask(Endpoint(options.url, options.model, options.key), canary, options.api)
-        found = {**conclude(answers), "asked_by": api}
+        found = {**conclude(answers), "asked_by": api, "counted": canary.get("counted", "")}
     except CannotAsk as error:
         found = {"verdict": UNKNOWN, "sentence": f"cannot tell: {error}"}
     sentence = found["sentence"]
-    print(json.dumps(found, indent=2) if options.json else f"{sentence[0].upper()}{sentence[1:]}.")
+    said = f"{sentence[0].upper()}{sentence[1:]}.\n{found.get('counted', '')}".rstrip()
+    print(json.dumps(found, indent=2) if options.json else said)
     return int(found["verdict"])
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from swa_jax.checkpoint.canary import write_canary
 from swa_jax.checkpoint.folder import CONFIG_FILE, PATTERN_FILE, Checkpoint, open_checkpoint, read_companions
 from swa_jax.checkpoint.safetensors_files import Parts, TensorTable, write_model
+from swa_jax.checkpoint.served_cache import Memory
 from swa_jax.checkpoint.servers import served_config
 from swa_jax.checkpoint.tensor_names import constants_of, hf_tensors, join_tensors, joined_parts
 from swa_jax.families import apply_pattern, model_config
@@ -32,6 +33,8 @@ def export_model(
     pattern: AttentionPattern | None = None,
     server: str | None = None,
     as_full: bool = False,
+    serve_length: int | None = None,
+    batched_tokens: int | None = None,
     canary: bool = True,
     describe: Callable[[str], Any] = lambda text: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -45,9 +48,11 @@ def export_model(
         Hugging Face's keys; a pattern that these cannot express becomes full attention in every layer, with a logged
         notice.
       as_full: write full attention in every layer where the server cannot run the pattern.
+      serve_length, batched_tokens: sizes that the server is started with, as in `Memory`. None: the model's context,
+        and what suits it.
       canary: also write `canary.json` and `check_server.py`, by which a server's answers tell what it computes
         (`swa_jax.checkpoint.canary`). This loads the model in f32; one that is too large for it has none.
-      describe: called with what the server will run and what the canary tells, once the export is whole.
+      describe: called with what a user should know, once the export is whole.
       progress: called with (passes done, passes in all) of the canary.
 
     Raises:
@@ -59,13 +64,16 @@ def export_model(
     if pattern is not None:
         pattern.validate(source.config)
         source = dataclasses.replace(source, pattern=pattern)
-    served = None
+    counted, notes = "", list[str]()
     if server is None:
         hf, notice = apply_pattern(source.hf_config, source.pattern)
         pattern = source.pattern
         written = model_config(hf)  # the same model, of the family that can say the pattern
     else:
+        length = serve_length or source.config.max_position_embeddings
+        memory = Memory(source.config, source.hf_config, length, server, batched_tokens)
         served = served_config(server, source.hf_config, source.pattern, as_full=as_full)
+        counted, notes = memory.describe(served.pattern), memory.notes(served, destination)
         hf, notice, pattern = served.hf, None, served.pattern
         written = dataclasses.replace(source.config, model_type=served.model_type)
     tensors, read = _exported(source, written)
@@ -76,12 +84,11 @@ def export_model(
         write_model(folder, tensors, read, shard_bytes=SHARD_BYTES)
         for name, data in companions.items():
             write_bytes(folder / name, data)
-        note = write_canary(folder, source.folder, pattern, hf, progress=progress) if canary else None
+        if canary:
+            notes.append(write_canary(folder, source.folder, pattern, hf, counted=counted, progress=progress))
     if notice:
         log.warning("%s: %s", destination, notice)
-    if served is not None:
-        describe(served.describe(str(server), destination))
-    if note is not None:
+    for note in notes:
         describe(note)
     return destination
 

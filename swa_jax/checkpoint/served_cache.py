@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from swa_jax.checkpoint.servers import SERVERS, Served, ServerClass, check_target, find_served, served_config
@@ -25,19 +26,38 @@ from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
 WASTE = 1.15  # times what the layers need: from here on a grouping is worth a warning
+STEPS = 16  # at least, in which a prompt is read where nothing is said: in fewer, windows save little
 _SGLANG_RATIO = 0.8  # tokens of the windowed layers' pool to those of the other one: `--swa-full-tokens-ratio`
 
 
 class Blocks(NamedTuple):
-    """How a server hands out memory: the tokens of a block, and those of a prompt that are worked on at once."""
+    """How a server hands out memory: the tokens of a block, and those of prompts that it reads at once."""
 
     tokens: int
-    in_flight: int
+    batched_tokens: int  # `--max-num-batched-tokens` of `vllm serve`
     head_dim_unit: int = 1  # a head is padded to a multiple of it
 
 
-# In flight: `--max-num-batched-tokens` of `vllm serve` on a GPU of 80 GB; of a v6e.
+# Batched tokens as they are on a GPU of 80 GB; on a v6e.
 BLOCKS = {"vllm": Blocks(16, 8192), "tpu-inference": Blocks(16, 1024, head_dim_unit=128)}
+
+
+def blocks_of(server: str | None, length: int, batched_tokens: int | None = None) -> Blocks | None:
+    """How a server hands out memory to a sequence of `length` tokens; None where its memory is no matter of blocks.
+
+    Args:
+      batched_tokens: tokens of prompts that the server reads at once. None: the server's own number, or so many that
+        the sequence takes `STEPS` steps, if that is less.
+
+    Raises:
+      ConfigError: batched tokens are given, and the server's caches do not depend on them.
+    """
+    own = BLOCKS.get(server or "")
+    if own is None:
+        if batched_tokens is not None:
+            raise ConfigError(f"--batched-tokens is of {' and '.join(BLOCKS)}, whose caches depend on it: leave it out")
+        return None
+    return own._replace(batched_tokens=batched_tokens or max(own.tokens, min(own.batched_tokens, length // STEPS)))
 
 
 class Groups(NamedTuple):
@@ -65,37 +85,8 @@ def grouped_entries(full: int, windowed: int, window: int | None, length: int, b
     if windowed:
         assert window is not None
         # A window need not begin where a block does.
-        short = -(-min(window - 1 + blocks.in_flight, length) // blocks.tokens) + 1
+        short = -(-min(window - 1 + blocks.batched_tokens, length) // blocks.tokens) + 1
     return groups.layers * blocks.tokens * (groups.full * whole + groups.windowed * short), groups
-
-
-def served_bytes(
-    server: str, served: Served, config: ModelConfig, length: int, itemsize: int = 2, in_flight: int | None = None
-) -> int:
-    """Bytes that the cache of a sequence of `length` tokens takes in a server.
-
-    Args:
-      server: one of `servers.SERVERS`.
-      served: what the export says to it; its pattern has full and windowed layers only.
-      config: layers that read the keys of others have no cache; heads of several shapes count as their mean.
-      itemsize: bytes of a number in the cache.
-      in_flight: tokens of a prompt that are worked on at once; None for the server's own number.
-    """
-    own = [layer for layer, source in enumerate(config.kv_sources) if layer == source]
-    windowed = sum(served.pattern.layer_types[layer] == WINDOW for layer in own)
-    full, window = len(own) - windowed, served.pattern.sliding_window
-    unit = 1
-    if blocks := BLOCKS.get(server):
-        blocks = blocks if in_flight is None else blocks._replace(in_flight=in_flight)
-        entries, _ = grouped_entries(full, windowed, window, length, blocks)
-        unit = blocks.head_dim_unit
-    elif served.runs.frees and full:
-        entries = round(length * (full + _SGLANG_RATIO * windowed))
-    else:
-        entries = length * len(own)
-    shapes = [config.head_shapes[layer] for layer in own]
-    numbers = sum(kv_heads * -(-head_dim // unit) * unit for kv_heads, head_dim in shapes)
-    return entries * 2 * numbers * itemsize // len(own)
 
 
 def better_grouping(full: int, windowed: int, window: int, length: int, blocks: Blocks) -> int | None:
@@ -129,26 +120,74 @@ class Memory:
       config: the model; hf_config: its `config.json`, by which a server's class is found.
       length: tokens of the sequence.
       server: one of `servers.TARGETS`; None counts as `model.cache` allocates. transformers allocates as we do.
-      prefill_chunk: tokens of a prompt that the server works on at once (`--max-num-batched-tokens` of vLLM); None
-        for the server's own number.
+      batched_tokens: tokens of prompts that the server reads at once; None takes what `blocks_of` says.
     """
 
     config: ModelConfig
     hf_config: Mapping[str, Any]
     length: int
     server: str | None = None
-    prefill_chunk: int | None = None
+    batched_tokens: int | None = None
     _classes: dict[tuple[Any, ...], ServerClass | None] = dataclasses.field(
         default_factory=dict, compare=False, repr=False
     )
 
     def __post_init__(self) -> None:
         check_target(self.server)
+        if blocks := blocks_of(self.server, self.length, self.batched_tokens):
+            object.__setattr__(self, "batched_tokens", blocks.batched_tokens)
+
+    @property
+    def _blocks(self) -> Blocks | None:
+        return blocks_of(self.server, self.length, self.batched_tokens)
 
     @property
     def place(self) -> str:
         """Who holds the cache, in a word or two."""
         return "here" if self.server is None else f"in {self.server}"
+
+    @property
+    def steps(self) -> str:
+        """What the batched tokens cost, a sentence for below each share; "" where the cache does not depend on them."""
+        if self.batched_tokens is None:
+            return ""
+        count = -(-self.length // self.batched_tokens)
+        return (
+            f"At {self.batched_tokens} batched tokens (--batched-tokens) a prompt of {self.length} takes {count} "
+            f"step{'s' if count > 1 else ''}; more of them take fewer steps and more memory."
+        )
+
+    def describe(self, pattern: AttentionPattern) -> str:
+        """What the cache takes under a pattern with windows, in a sentence or two; "" without windows.
+
+        Raises:
+          ConfigError: the server cannot run the pattern.
+        """
+        if WINDOW not in pattern.layer_types:
+            return ""
+        share = f"takes {self.share(pattern):.1%} of what full attention takes, counted {self.place}."
+        return f"The cache of a sequence of {self.length} tokens {share} {self.steps}".strip()
+
+    def command(self, served: Served, folder: str | Path) -> str:
+        """What starts the server, with the sizes that windows were counted with; "" where there is none to start."""
+        command = served.command.format(folder=folder)
+        if self.batched_tokens is None or WINDOW not in served.pattern.layer_types:
+            return command
+        return f"{command} --max-model-len {self.length} --max-num-batched-tokens {self.batched_tokens}"
+
+    def notes(self, served: Served, folder: str | Path) -> list[str]:
+        """What a user should know of an export in `folder`: who runs it, what its cache takes, what starts it."""
+        command = self.command(served, folder)
+        start = f"Start it with: {command}" if command else ""
+        return [*filter(None, (served.describe(str(self.server)), self.describe(served.pattern), start))]
+
+    def better_full_layers(self, pattern: AttentionPattern) -> int | None:
+        """The nearest number of full layers that the server groups without much waste; None if it is the pattern's."""
+        windowed = pattern.layer_types.count(WINDOW)
+        if self._blocks is None or not windowed or pattern.sliding_window is None:
+            return None
+        full = pattern.num_layers - windowed
+        return better_grouping(full, windowed, pattern.sliding_window, self.length, self._blocks)
 
     def served(self, pattern: AttentionPattern) -> Served | None:
         """How the server runs a pattern; None without a server. `ConfigError` where it cannot."""
@@ -190,10 +229,22 @@ class Memory:
         return self.bytes(pattern) / self.full
 
     def _allocated(self, pattern: AttentionPattern, runs: ServerClass) -> int:
+        """Of layers with heads of several shapes, each counts as their mean; those that read others' keys have none."""
         if self.server not in SERVERS:
             return cache_bytes(self.config, pattern, 1, self.length, 2)
-        served = Served({}, "", pattern, runs, "")
-        return served_bytes(self.server, served, self.config, self.length, in_flight=self.prefill_chunk)
+        own = [layer for layer, source in enumerate(self.config.kv_sources) if layer == source]
+        windowed = sum(pattern.layer_types[layer] == WINDOW for layer in own)
+        full, unit = len(own) - windowed, 1
+        if blocks := self._blocks:
+            entries, _ = grouped_entries(full, windowed, pattern.sliding_window, self.length, blocks)
+            unit = blocks.head_dim_unit
+        elif runs.frees and full:
+            entries = round(self.length * (full + _SGLANG_RATIO * windowed))
+        else:
+            entries = self.length * len(own)
+        shapes = [self.config.head_shapes[layer] for layer in own]
+        numbers = sum(kv_heads * -(-head_dim // unit) * unit for kv_heads, head_dim in shapes)
+        return entries * 2 * numbers * 2 // len(own)  # keys and values, of 2 bytes
 
 
 def most_within(memory: Memory, budget: float, most: int, make: Callable[[int], AttentionPattern]) -> AttentionPattern:
@@ -235,12 +286,10 @@ def _ceil(share: float) -> float:
 
 
 def _advice(memory: Memory, smallest: float) -> str:
-    if memory.server in BLOCKS:
-        chunk = memory.prefill_chunk or BLOCKS[memory.server].in_flight
-        smaller = "" if memory.prefill_chunk is None else ", a smaller --prefill-chunk,"
+    if memory.batched_tokens is not None:
         return (
-            f". Windowed layers also hold the {chunk} tokens of a prompt that are worked on at once: take a smaller "
-            f"--window{smaller} or longer sequences (--serve-length)"
+            f". Windowed layers also hold the {memory.batched_tokens} tokens of a prompt that are read at once: take a "
+            "smaller --window, a smaller --batched-tokens, or longer sequences (--serve-length)"
         )
     if memory.server in SERVERS and smallest >= 1:
         return ". It computes the windows of this model, but keeps the caches of windowed layers whole"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from swa_jax.errors import ConfigError
@@ -80,7 +79,7 @@ class Served:
     runs: ServerClass
     command: str
 
-    def describe(self, server: str, folder: str | Path) -> str:
+    def describe(self, server: str) -> str:
         """What the server will run, in a few sentences."""
         windowed = self.pattern.layer_types.count(WINDOW)
         of = f"{windowed} of {self.pattern.num_layers} layers" if windowed else "no layer"
@@ -92,8 +91,6 @@ class Served:
             )
         if windowed and not self.runs.frees:
             lines.append("It computes the windows, but keeps the caches of windowed layers whole.")
-        if self.command:
-            lines.append(f"Start it with: {self.command.format(folder=folder)}")
         return "\n".join(lines)
 
 

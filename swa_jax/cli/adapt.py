@@ -14,11 +14,11 @@ from swa_jax.cli.options import (
     PROMPTS,
     RUNNING,
     SERVING,
+    BatchedTokens,
     BatchSize,
     Chat,
     ComputeDtype,
     Model,
-    PrefillChunk,
     Seed,
     ServeLength,
     Server,
@@ -161,7 +161,7 @@ def adapt(
     ] = 0.3,
     server: Server = None,
     serve_length: ServeLength = None,
-    prefill_chunk: PrefillChunk = None,
+    batched_tokens: BatchedTokens = None,
     canary: Annotated[
         bool,
         Option(
@@ -192,7 +192,7 @@ def adapt(
     settings = Settings(
         model=model, out=out, kv_budget=kv_budget, server=server, prompts=measured.data,
         text=tuple(measured.text or ()), chat=measured.chat, length=measured.length, serve_length=serve_length,
-        prefill_chunk=prefill_chunk, windows=windows, unit=searched.unit, effort=searched.effort, canary=canary,
+        batched_tokens=batched_tokens, windows=windows, unit=searched.unit, effort=searched.effort, canary=canary,
         examples=measured.examples, choose_by=measured.choose_by, tune_steps=tuned.tune,
         tune_data=tuple(tuned.tune_data or ()), tune_prompts=tuned.tune_prompts, reply_tokens=tuned.reply_tokens,
         batch_size=batch_size, dtype=dtype, seed=seed, force=force,

@@ -17,6 +17,7 @@ from swa_jax.cli.options import (
     OUTPUT,
     PATTERN,
     PROMPTS,
+    BatchedTokens,
     BatchSize,
     Chains,
     Chat,
@@ -100,6 +101,7 @@ class Counted(Options):
 
     server: Server = None
     serve_length: ServeLength = None
+    batched_tokens: BatchedTokens = None
 
     def memory(self, model: Path, config: ModelConfig, length: int) -> Memory | None:
         """None for the cache of this library at the length of the prompts, which every row has."""
@@ -109,7 +111,7 @@ class Counted(Options):
         from swa_jax.checkpoint.served_cache import Memory
 
         hf_config = open_checkpoint(model).hf_config
-        return Memory(config, hf_config, self.serve_length or length, self.server)
+        return Memory(config, hf_config, self.serve_length or length, self.server, self.batched_tokens)
 
 
 @dataclasses.dataclass
@@ -256,6 +258,7 @@ def compare(
     if memory is not None:
         rows = _counted(rows, memory, candidates.eval_window)
         where = f"KV cache of {memory.length} tokens {memory.place}"
+        typer.echo(memory.steps, nl=bool(memory.steps))
     _show(rows, choice.against, _title_window(patterns, window), out, where)
 
 

@@ -114,14 +114,15 @@ def distill(
         weights_sum(model), decoder.pattern.to_json(), str(decoder.embedding[...].dtype), tokens, records,
         dataclasses.asdict(drawing), keep, answer_field, part,
     ]  # fmt: skip
-    with ReplyFile(out, settings) as file:
-        with counted("replies", len(wanted)) as advance:
-            advance(len(file.replies))
-            for _ in distill(
-                decoder, tokenizer, wanted, records, chosen, drawing, file, where=where,
-                partition=partition, slots=slots, chunk=chunk, prefixes=PREFIXES,
-            ):  # fmt: skip
-                advance(1)
-        kept = sum(reply["kept"] for reply in file.replies.values())
-        file.finish(lambda reply: reply["kept"])
+    file = ReplyFile(out, settings)
+    file.tell_found(len(wanted))
+    with counted("replies", len(wanted)) as advance:
+        advance(len(file.replies))
+        for _ in distill(
+            decoder, tokenizer, wanted, records, chosen, drawing, file, where=where,
+            partition=partition, slots=slots, chunk=chunk, prefixes=PREFIXES,
+        ):  # fmt: skip
+            advance(1)
+    kept = sum(reply["kept"] for reply in file.replies.values())
+    file.finish(lambda reply: reply["kept"])
     typer.echo(f"{out}: {kept} of {len(wanted)} replies kept, the others are in {out}.rejected")

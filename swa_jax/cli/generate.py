@@ -183,24 +183,25 @@ def _write_file(out: Path, settings: Any, samples: int, count: int, replies: Any
     from swa_jax.data.prompt_file import ReplyFile
     from swa_jax.report.progress import counted
 
-    with ReplyFile(out, settings) as file:
-        done = [prompt * samples + sample for prompt, sample in file.replies]
-        with counted("replies", count) as advance:
-            advance(len(done))
-            for reply in replies(done) if len(done) < count else ():
-                if reply.ended_by is not None:
-                    prompt, sample = divmod(reply.number, samples)
-                    file.add(
-                        {
-                            "prompt": prompt,
-                            "sample": sample,
-                            "text": reply.text,
-                            "tokens": reply.tokens,
-                            "ended_by": reply.ended_by,
-                        }
-                    )
-                    advance(1)
-        file.finish()
+    file = ReplyFile(out, settings)
+    file.tell_found(count)
+    done = [prompt * samples + sample for prompt, sample in file.replies]
+    with counted("replies", count) as advance:
+        advance(len(done))
+        for reply in replies(done) if len(done) < count else ():
+            if reply.ended_by is not None:
+                prompt, sample = divmod(reply.number, samples)
+                file.add(
+                    {
+                        "prompt": prompt,
+                        "sample": sample,
+                        "text": reply.text,
+                        "tokens": reply.tokens,
+                        "ended_by": reply.ended_by,
+                    }
+                )
+                advance(1)
+    file.finish()
     typer.echo(f"{out}: {count} replies")
 
 

@@ -23,7 +23,7 @@ from swa_jax.cli.generate import generate
 from swa_jax.cli.generate_options import Pattern
 from swa_jax.cli.groups import expand
 from swa_jax.cli.kept_programs import keep_programs
-from swa_jax.cli.options import Model, Overrides, Window, find_model, resolve_patterns
+from swa_jax.cli.options import BatchedTokens, Model, Overrides, ServeLength, Window, find_model, resolve_patterns
 from swa_jax.cli.pattern import app as pattern_app
 from swa_jax.cli.select import app as select_app
 from swa_jax.cli.train import train
@@ -149,6 +149,8 @@ def export(
     as_full: Annotated[
         bool, Option("--as-full", help="Full attention in every layer where the server cannot do better.")
     ] = False,
+    serve_length: ServeLength = None,
+    batched_tokens: BatchedTokens = None,
     canary: Annotated[
         bool,
         Option(
@@ -165,6 +167,8 @@ def export(
 
     if as_full and server is None:
         raise ConfigError("--as-full needs --for SERVER: whose full attention is meant")
+    if server is None and (serve_length or batched_tokens):
+        raise ConfigError("--serve-length and --batched-tokens are of a server: name it with --for")
     if window is not None and pattern is None:
         raise ConfigError("--window is the window of a recipe: name one with --pattern")
     folder, chosen = find_model(checkpoint), None
@@ -173,6 +177,7 @@ def export(
         (chosen,) = resolve_patterns([pattern], source.config, Overrides(window), source.pattern.sliding_window)
     notes: list[str] = []
     options: dict[str, Any] = {"pattern": chosen, "server": server, "as_full": as_full, "canary": canary}
+    options |= {"serve_length": serve_length, "batched_tokens": batched_tokens}
     with Progress("canary: texts") as progress:
         export_model(folder, destination, **options, describe=notes.append, progress=progress.update)
     typer.echo(destination)

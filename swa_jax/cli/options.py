@@ -79,18 +79,18 @@ ServeLength = Annotated[
     Option(
         "--serve-length",
         metavar="N",
-        help="Tokens of the sequence whose cache is counted. Default: as --length.",
+        help="Tokens of the sequence. Default: --length.",
         min=1,
         show_default=False,
         rich_help_panel=SERVING,
     ),
 ]
-PrefillChunk = Annotated[
+BatchedTokens = Annotated[
     int | None,
     Option(
-        "--prefill-chunk",
+        "--batched-tokens",
         metavar="N",
-        help="Tokens of a prompt that vLLM works on at once: its --max-num-batched-tokens.",
+        help="Tokens of prompts that vLLM reads at once.",
         min=1,
         show_default=False,
         rich_help_panel=SERVING,

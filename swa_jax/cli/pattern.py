@@ -11,11 +11,20 @@ import numpy as np
 import typer
 from typer import Argument, Option
 
-from swa_jax.cli.options import FullDecode, Overrides, SinkTokens, Window, check_output, find_model, resolve_patterns
+from swa_jax.cli.options import (
+    BatchedTokens,
+    FullDecode,
+    Overrides,
+    SinkTokens,
+    Window,
+    check_output,
+    find_model,
+    resolve_patterns,
+)
 from swa_jax.errors import ConfigError
 from swa_jax.families.pattern_files import is_pattern_file, layers_of_file
 from swa_jax.model.config import ModelConfig
-from swa_jax.model.layer_types import FULL, HYBRID, WINDOW
+from swa_jax.model.layer_types import HYBRID, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
 Source = "a recipe such as interleave-1-in-4+fa-decode, or a pattern JSON"
@@ -61,6 +70,7 @@ def print_(
     length: Annotated[
         int, Option(help="With --model: the tokens of a sequence whose key/value cache is counted.", min=1)
     ] = 32768,
+    batched_tokens: BatchedTokens = None,
     out: Annotated[Path | None, Option(help="Write the pattern to this JSON file.")] = None,
 ) -> None:
     """Print which layer attends how: F full, w window, h head hybrid, S switch.
@@ -74,44 +84,36 @@ def print_(
     (chosen,) = resolve_patterns([recipe], size, overrides, own_window)
     typer.echo(chosen)
     if model is not None:
-        typer.echo("\n".join(_cache_lines(model, chosen, length)))
+        typer.echo("\n".join(_cache_lines(model, chosen, length, batched_tokens)))
     if out is not None:
         chosen.to_json(out)
         typer.echo(f"written to {out}")
 
 
-def _cache_lines(model: Path, pattern: AttentionPattern, length: int) -> Iterator[str]:
+def _cache_lines(model: Path, pattern: AttentionPattern, length: int, batched_tokens: int | None) -> Iterator[str]:
     """What the cache of a sequence takes here and as each server allocates it, with a warning at a cliff."""
     from swa_jax.checkpoint.folder import open_checkpoint
-    from swa_jax.checkpoint.served_cache import BLOCKS, better_grouping, served_bytes
-    from swa_jax.checkpoint.servers import SERVERS, served_config
-    from swa_jax.model.cache import cache_bytes
+    from swa_jax.checkpoint.served_cache import BLOCKS, Memory
+    from swa_jax.checkpoint.servers import SERVERS
 
     checkpoint = open_checkpoint(find_model(model))
-    config = checkpoint.config
-    full = cache_bytes(config, AttentionPattern((FULL,) * pattern.num_layers), 1, length, 2)
-
-    def line(name: str, size: int) -> str:
-        return f"  {name:22} {size / 2**20:10.1f} MiB  {size / full:6.1%} of full attention"
-
-    yield f"key/value cache of a sequence of {length} tokens in bf16:"
-    yield line("here", cache_bytes(config, pattern, 1, length, 2))
-    for name, server in SERVERS.items():
+    yield f"key/value cache of a sequence of {length} tokens in bf16, and its share of full attention's there:"
+    for server in (None, *SERVERS):
+        given = batched_tokens if server in BLOCKS else None
+        memory = Memory(checkpoint.config, checkpoint.hf_config, length, server, given)
+        name = "here" if server is None else f"{server} {SERVERS[server].version}"
         try:
-            served = served_config(name, checkpoint.hf_config, pattern)
+            size, share = memory.bytes(pattern), memory.share(pattern)
         except ConfigError as error:
             yield f"  {str(error).split('; ')[0]}"
             continue
-        yield line(f"{name} {server.version}", served_bytes(name, served, config, length))
-        windowed = pattern.layer_types.count(WINDOW)
-        if name not in BLOCKS or not windowed or pattern.sliding_window is None:
-            continue
-        counts = pattern.num_layers - windowed, windowed
-        better = better_grouping(*counts, pattern.sliding_window, length, BLOCKS[name])
-        if better is not None:
+        yield f"  {name:22} {size / 2**20:10.1f} MiB  {share:6.1%}"
+        if WINDOW in pattern.layer_types and memory.steps:
+            yield f"    {memory.steps}"
+        if (better := memory.better_full_layers(pattern)) is not None:
             yield (
-                f"    It pads groups of layers to one size, which costs much with {counts[0]} full and {counts[1]} "
-                f"windowed layers. The nearest number without that is {better} full layers."
+                f"    It pads groups of layers to one size, which costs much with {len(pattern.full_layers)} full "
+                f"layers of {pattern.num_layers}. The nearest number without that is {better} full layers."
             )
 
 

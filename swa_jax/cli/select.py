@@ -101,7 +101,7 @@ def select(
         task.model, tokenizer = load_checkpoint(folder, dtype, partition)
         task.examples, task.data = examples.draw(folder, tokenizer, config)
     if method.keeps is not None:
-        task.file, task.weights = resume_file or out.with_suffix(".scores.json"), weights_sum(folder)
+        task.file, task.weights = resume_file or out.with_suffix(".scores.jsonl"), weights_sum(folder)
     with Progress("steps") as progress:
         task.progress = progress.update
         (chosen,) = choose(method.name, task, [ratio], **own)

@@ -17,6 +17,7 @@ from swa_jax.cli.options import (
     PATTERN,
     PROMPTS,
     RUNNING,
+    BatchedTokens,
     Chains,
     Chat,
     Haystack,
@@ -125,6 +126,7 @@ class Budget(Options):
     ] = None
     server: Server = None
     serve_length: ServeLength = None
+    batched_tokens: BatchedTokens = None
 
     def check(self, unit: str) -> None:
         """Raise `ConfigError` for what can be seen to be wrong without the model."""
@@ -135,7 +137,7 @@ class Budget(Options):
         if self.ratio is not None and not 0 <= self.ratio <= 1:
             raise ConfigError(f"--ratio is {self.ratio:g}: the share of windowed {unit} must lie between 0 and 1")
         if self.kv_budget is None:
-            given = {"--for": self.server, "--serve-length": self.serve_length}
+            given = {"--for": self.server, "--serve-length": self.serve_length, "--batched-tokens": self.batched_tokens}
             idle = next((option for option, value in given.items() if value is not None), None)
             if idle is not None:
                 raise ConfigError(f"{idle} says where or how the cache of --kv-budget is counted: give that too")
@@ -163,7 +165,7 @@ class Budget(Options):
         heads = config.common_kv_heads if unit == "KV heads" else 1
         total = config.num_hidden_layers * heads
         if self.kv_budget is not None:
-            memory = Memory(config, hf_config, self.serve_length or length, self.server)
+            memory = Memory(config, hf_config, self.serve_length or length, self.server, self.batched_tokens)
 
             def make(full: int) -> AttentionPattern:
                 mask = heuristic_mask("interleave", config.num_hidden_layers, heads, 1 - full / total)
@@ -174,7 +176,7 @@ class Budget(Options):
             full = int(head_mask(pattern, heads).sum())
             typer.echo(
                 f"{full} of {total} {unit} stay full: with them the cache of {memory.length} tokens takes "
-                f"{memory.share(pattern):.1%} of full attention's, counted {memory.place}"
+                f"{memory.share(pattern):.1%} of full attention's, counted {memory.place}. {memory.steps}".rstrip(". ")
             )
         else:
             full = max(1, total // self.one_in) if self.one_in is not None else self.budget or 0

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from swa_jax.errors import ConfigError
-from swa_jax.files import parse_json, parse_json_value, read_utf8, sum_of_json, write_text
+from swa_jax.files import Store, digest, parse_json_value, read_utf8, tell_found, write_lines
 
 FORMS = 'a text, {"prompt": text} or {"messages": [...]}'
 
@@ -59,7 +57,7 @@ def _prompt(line: str, where: str) -> Prompt:
 
 
 class ReplyFile:
-    """Replies as JSON lines. They are added to `<file>.unfinished` as they come; `finish` sorts them into `file`.
+    """Replies as JSON lines. They are kept in `<file>.unfinished` as they come; `finish` sorts them into `file`.
 
     Args:
       file: where the replies go in the end.
@@ -70,54 +68,25 @@ class ReplyFile:
 
     def __init__(self, file: Path, settings: Any):
         self.file, self._log = file, Path(f"{file}.unfinished")
-        self.replies: dict[tuple[int, int], dict[str, Any]] = {}  # by prompt and sample
         if file.exists():
             raise ConfigError(f"{file} is there already: remove it, or give --out another name")
-        first = {"settings": sum_of_json(settings)}
-        if self._log.exists():
-            self._read(first)
-        # A line that a kill has cut off goes: the next one would be added to it.
-        write_text(self._log, "".join(map(_line, (first, *self.replies.values()))))
-        self._stream = self._log.open("a", encoding="utf-8")
+        self._store = Store(self._log, "replies", {"model, prompts or settings": digest(settings)})
+        self.replies = {(one["prompt"], one["sample"]): one for one in self._store.records.values()}
 
-    def _read(self, first: dict[str, str]) -> None:
-        # The last line, which a kill may have cut off, has no end.
-        lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
-        if not lines:
-            return
-        if f"{lines[0]}\n" != _line(first):
-            raise ConfigError(
-                f"{self._log} holds replies to other prompts, or of another model or other settings: remove it, "
-                "or give --out another name"
-            )
-        for line in lines[1:]:
-            with contextlib.suppress(ConfigError, KeyError):  # what is damaged is drawn again
-                reply = parse_json(line.encode(), self._log)
-                if all(isinstance(reply[key], int) for key in ("prompt", "sample")):
-                    self.replies[reply["prompt"], reply["sample"]] = reply
+    def tell_found(self, total: int) -> None:
+        """Say how many of `total` replies are here, if any."""
+        tell_found(self._log, len(self.replies), total, "replies")
 
     def add(self, reply: dict[str, Any]) -> None:
         """One reply; `prompt` and `sample` are its numbers."""
         self.replies[reply["prompt"], reply["sample"]] = reply
-        self._stream.write(_line(reply))
-        self._stream.flush()
+        self._store.add(f"{reply['prompt']}.{reply['sample']}", **reply)
 
     def finish(self, keep: Callable[[dict[str, Any]], bool] | None = None) -> None:
         """All replies, by prompt and sample, into the file; those that `keep` refuses into `<file>.rejected`."""
-        replies = [self.replies[key] for key in sorted(self.replies)]
+        replies = [reply for _, reply in sorted(self.replies.items())]
         if keep is not None:
-            refused = "".join(_line(reply) for reply in replies if not keep(reply))
-            write_text(Path(f"{self.file}.rejected"), refused)
+            write_lines(Path(f"{self.file}.rejected"), [reply for reply in replies if not keep(reply)])
             replies = [reply for reply in replies if keep(reply)]
-        write_text(self.file, "".join(map(_line, replies)))
-        self._log.unlink()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._stream.close()
-
-
-def _line(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False) + "\n"
+        write_lines(self.file, replies)
+        self._log.unlink(missing_ok=True)

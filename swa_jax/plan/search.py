@@ -17,7 +17,7 @@ from typing import Any
 
 from swa_jax.chips import chip_name
 from swa_jax.errors import ConfigError
-from swa_jax.files import read_json, sum_of_json, write_json
+from swa_jax.files import START_OVER, check_content, read_document, sum_of_json, write_json
 from swa_jax.plan.candidates import RunChanges, XlaOption, candidates, present, refusal
 from swa_jax.plan.cost import StepEstimate, Workload, estimate
 from swa_jax.plan.plan import check_stage, planned_start, topology_devices
@@ -273,19 +273,10 @@ class SearchFile:
         Raises:
           ConfigError: the file holds something else, or another search.
         """
-        self.file, self.key, self.records = file, key, list[dict[str, Any]]()
-        if not file.exists():
-            return
-        data = read_json(file)
-        if not isinstance(data.get("search"), dict):
-            raise ConfigError(f"{file} is no file of --search: name another with --out, or remove it")
-        different = [name for name, value in key.items() if data["search"].get(name) != value]
-        if different:
-            raise ConfigError(
-                f"{file} holds another search, whose {' and '.join(different)} differ: name another file with --out, "
-                "or remove this one"
-            )
-        self.records = data["tried"]
+        data = read_document(file, "results of --search", "search", START_OVER)
+        if data:
+            check_content(file, "results of --search", data["search"], key)
+        self.file, self.key, self.records = file, key, data.get("tried", [])
 
     @property
     def tried(self) -> list[Tried]:
@@ -293,7 +284,7 @@ class SearchFile:
 
     def add(self, tried: Tried) -> None:
         self.records.append(_record(tried))
-        write_json(self.file, {"search": self.key, "tried": self.records})
+        self.finish({})
 
     def finish(self, rest: dict[str, Any]) -> None:
         write_json(self.file, {"search": self.key, **rest, "tried": self.records})

@@ -1,75 +1,79 @@
-"""Tables of what `swa-jax evaluate` measured. Rows are those of its results.json."""
+"""Tables of what `swa-jax evaluate` measured, by their columns. Rows are those of its results.json."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from swa_jax.report.numbers import MEGABYTE, Row, with_interval
 from swa_jax.report.tables import Column, Table, percent
 
+type Cell = Callable[[Row], str]
+type Shown = tuple[Column, Cell]
+
+
+def _table(title: str, rows: Sequence[Row], columns: Sequence[Shown | None], notes: Sequence[str]) -> Table:
+    """One line a row; a column that is None is left out."""
+    shown = [column for column in columns if column is not None]
+    table = Table(title, [column for column, _ in shown], notes)
+    for row in rows:
+        table.add_row(*(cell(row) for _, cell in shown))
+    return table
+
+
+def _text(title: str, key: str) -> Shown:
+    return Column(title, text=True), lambda row: str(row[key])
+
+
+def _number(title: str, key: str, unit: str = "", form: str = "", per: float = 1) -> Shown:
+    return Column(title, unit), lambda row: format(row[key] / per if form else row[key], form)
+
+
+def _score(title: str, key: str = "score", form: Callable[[float], str] = percent, sign: str = " %") -> Shown:
+    return Column(title), lambda row: with_interval(row[key], row.get("interval"), form, sign)
+
+
+def _depth(rows: Sequence[Row]) -> Shown | None:
+    """None where no row has a depth."""
+    if all(row["depth"] is None for row in rows):
+        return None
+    return Column("Depth"), lambda row: "" if row["depth"] is None else f"{row['depth']:.0%}"
+
+
+PATTERN = _text("Pattern", "name")
+LENGTH = _number("Length", "length")
+
 
 def ruler_table(rows: Sequence[Row]) -> Table:
     """One line for every pattern, task, length and depth."""
-    deep = any(row["depth"] is not None for row in rows)
-    questions = any(row["task"].startswith("qa") for row in rows)
     haystacks = f"Haystacks: {'; '.join(dict.fromkeys(row['haystack'] for row in rows))}."
     if "in place of essays" in haystacks:
         haystacks += " RULER's essays are not shipped: name them with --haystack."
-    table = Table(
-        "RULER: share of what is asked for that the answers have",
-        [
-            Column("Pattern", text=True),
-            Column("Task", text=True),
-            Column("Length"),
-            *([Column("Depth")] if deep else []),
-            Column("Found"),
-            Column("Examples"),
-        ],
-        (
-            "95 % interval in brackets (Wilson).",
-            "Prompts leave room for the answer and are within 1 % below their length.",
-            *(["qa: 100 % where one of the right answers is there."] if questions else []),
-            haystacks,
-        ),
+    questions = any(row["task"].startswith("qa") for row in rows)
+    notes = (
+        "95 % interval in brackets (Wilson).",
+        "Prompts leave room for the answer and are within 1 % below their length.",
+        *(["qa: 100 % where one of the right answers is there."] if questions else []),
+        haystacks,
     )
-    for row in rows:
-        depth = ["" if row["depth"] is None else f"{row['depth']:.0%}"] if deep else []
-        found = with_interval(row["score"], row.get("interval"), percent, " %")
-        table.add_row(row["name"], row["task"], str(row["length"]), *depth, found, str(row["num_examples"]))
-    return table
+    examples = _number("Examples", "num_examples")
+    columns = [PATTERN, _text("Task", "task"), LENGTH, _depth(rows), _score("Found"), examples]
+    return _table("RULER: share of what is asked for that the answers have", rows, columns, notes)
 
 
 def chain_table(rows: Sequence[Row]) -> Table:
     """One line for every pattern, number of hops and of rivals, length and depth."""
-    deep = any(row["depth"] is not None for row in rows)
     asked = "the sum of two numbers" if rows[0]["sums"] else "the number at a chain's end"
-    table = Table(
-        f"Chains: questions for {asked} answered, %",
-        [
-            Column("Pattern", text=True),
-            Column("Hops"),
-            Column("Rivals"),
-            Column("Length"),
-            *([Column("Depth")] if deep else []),
-            Column("Right"),
-            Column("Examples"),
-        ],
-        (
-            "95 % interval in brackets (Wilson). Teacher-forced: the number is the likeliest token.",
-            f"The statements of a chain stand at least {rows[0]['gap']} tokens apart.",
-        ),
+    notes = (
+        "95 % interval in brackets (Wilson). Teacher-forced: the number is the likeliest token.",
+        f"The statements of a chain stand at least {rows[0]['gap']} tokens apart.",
     )
-    for row in rows:
-        depth = ["" if row["depth"] is None else f"{row['depth']:.0%}"] if deep else []
-        right = with_interval(row["score"], row["interval"], percent, " %")
-        cells = [str(row[key]) for key in ("hops", "rivals", "length")]
-        table.add_row(row["name"], *cells, *depth, right, str(row["n"]))
-    return table
+    hops, rivals = _number("Hops", "hops"), _number("Rivals", "rivals")
+    columns = [PATTERN, hops, rivals, LENGTH, _depth(rows), _score("Right"), _number("Examples", "n")]
+    return _table(f"Chains: questions for {asked} answered, %", rows, columns, notes)
 
 
 def sweep_table(rows: Sequence[Row]) -> Table:
     """One line a pattern and window, one column a length."""
-    lengths = list(dict.fromkeys(row["length"] for row in rows))
     cells: dict[tuple[str, str], dict[int, str]] = {}
     for row in rows:
         star = "*" if row["past_training_length"] else ""
@@ -82,124 +86,97 @@ def sweep_table(rows: Sequence[Row]) -> Table:
     notes = [f"The same {rows[0]['num_tokens']} tokens in every cell; {interval}."]
     if any(row["past_training_length"] for row in rows):
         notes.append("* longer than the context that the model's config names.")
-    table = Table(
-        "Perplexity by evaluation window and length",
-        [Column("Pattern", text=True), Column("Window"), *(Column(f"Length {length}") for length in lengths)],
-        notes,
+    lines = [{"name": name, "window": window, "cells": line} for (name, window), line in cells.items()]
+
+    def of_length(length: int) -> Shown:
+        return Column(f"Length {length}"), lambda line: line["cells"].get(length, "")
+
+    columns = [of_length(length) for length in dict.fromkeys(row["length"] for row in rows)]
+    return _table(
+        "Perplexity by evaluation window and length", lines, [PATTERN, _number("Window", "window"), *columns], notes
     )
-    for (name, window), line in cells.items():
-        table.add_row(name, window, *(line.get(length, "") for length in lengths))
-    return table
 
 
 def routing_table(rows: Sequence[Row]) -> Table:
     """One line a text or (task, length, depth)."""
-    table = Table(
-        "Routing: share of the queries that take full attention",
-        [
-            Column("Pattern", text=True),
-            Column("Data", text=True),
-            *(Column(title) for title in ("Length", "Depth", "Full attention", "Keys read", "GFLOPs")),
-        ],
-        (
-            "Share of all queries of a text, or of those that predict an answer: mean over layers, 95 % interval.",
-            "Keys read: of the KV cache, a token and layer. GFLOPs: forward, a token, only the branch that is taken.",
-            "In round brackets: full attention's.",
-        ),
+    notes = (
+        "Share of all queries of a text, or of those that predict an answer: mean over layers, 95 % interval.",
+        "Keys read: of the KV cache, a token and layer. GFLOPs: forward, a token, only the branch that is taken.",
+        "In round brackets: full attention's.",
     )
-    for row in rows:
-        table.add_row(
-            row["name"],
-            row["data"],
-            str(row["length"]),
-            "" if row["depth"] is None else f"{row['depth']:.0%}",
-            with_interval(row["full_ratio"], row.get("interval"), percent, " %"),
-            f"{row['keys_read']:.0f}\n({row['keys_of_full']:.0f})",
-            f"{row['gflops']:.3g}\n({row['gflops_of_full']:.3g})",
-        )
-    return table
+    depth = _depth(rows) or (Column("Depth"), lambda row: "")
+    keys = Column("Keys read"), lambda row: f"{row['keys_read']:.0f}\n({row['keys_of_full']:.0f})"
+    flops = Column("GFLOPs"), lambda row: f"{row['gflops']:.3g}\n({row['gflops_of_full']:.3g})"
+    columns = [PATTERN, _text("Data", "data"), LENGTH, depth, _score("Full attention", "full_ratio"), keys, flops]
+    return _table("Routing: share of the queries that take full attention", rows, columns, notes)
 
 
 def harness_table(rows: Sequence[Row]) -> Table:
     """One line a pattern, task and metric."""
-    table = Table(
-        "lm-evaluation-harness",
-        [*(Column(title, text=True) for title in ("Pattern", "Task", "Metric")), Column("Score"), Column("Documents")],
-        (
-            "95 % interval over documents in brackets, where the metric is a mean over them (Wilson for right or "
-            "wrong, bootstrap otherwise).",
-        ),
+    notes = (
+        "95 % interval over documents in brackets, where the metric is a mean over them (Wilson for right or wrong, "
+        "bootstrap otherwise).",
     )
-    for row in rows:
-        metric = row["metric"] + ("" if row["filter"] == "none" else f" ({row['filter']})")
-        score = with_interval(row["score"], row.get("interval"), "{:.4g}".format)
-        table.add_row(row["name"], row["task"], metric, score, str(row["n"] or ""))
-    return table
+
+    def metric(row: Row) -> str:
+        return row["metric"] + ("" if row["filter"] == "none" else f" ({row['filter']})")
+
+    documents = Column("Documents"), lambda row: str(row["n"] or "")
+    columns = [
+        PATTERN,
+        _text("Task", "task"),
+        (Column("Metric", text=True), metric),
+        _score("Score", form="{:.4g}".format, sign=""),
+        documents,
+    ]
+    return _table("lm-evaluation-harness", rows, columns, notes)
 
 
 def questions_table(rows: Sequence[Row]) -> Table:
     """One line a pattern and group of questions."""
-    table = Table(
-        "Questions",
-        [
-            *(Column(title, text=True) for title in ("Pattern", "Benchmark", "Group")),
-            *(Column(title) for title in ("Score", "Questions", "Left out", "Cut")),
-        ],
-        (
-            "Mean score of 100, 95 % interval over questions (Wilson for right or wrong, bootstrap otherwise).",
-            "Left out: longer than the context (see --max-length, --cut-middle).",
-        ),
+    notes = (
+        "Mean score of 100, 95 % interval over questions (Wilson for right or wrong, bootstrap otherwise).",
+        "Left out: longer than the context (see --max-length, --cut-middle).",
     )
-    for row in rows:
-        score = with_interval(row["score"], row.get("interval"), lambda value: f"{100 * value:.1f}")
-        counts = (str(row[name]) for name in ("num_questions", "num_left_out", "num_cut"))
-        table.add_row(row["name"], row["benchmark"], row["group"], score, *counts)
-    return table
+    score = _score("Score", form=lambda value: f"{100 * value:.1f}", sign="")
+    counts = [
+        _number(title, key)
+        for title, key in (("Questions", "num_questions"), ("Left out", "num_left_out"), ("Cut", "num_cut"))
+    ]
+    columns = [PATTERN, _text("Benchmark", "benchmark"), _text("Group", "group"), score, *counts]
+    return _table("Questions", rows, columns, notes)
 
 
 def efficiency_table(rows: Sequence[Row]) -> Table:
     """One line a pattern and length; in brackets how many times faster than the first pattern at that length."""
-    table = Table(
-        "How fast the model answers on this device",
-        [
-            Column("Pattern", text=True),
-            Column("Length"),
-            Column("First token", "ms"),
-            Column("Further token", "ms"),
-            Column("Throughput", "tokens/s"),
-            Column("KV cache", "MB/sequence"),
-            Column("Memory", "MB"),
-        ],
-        (
-            f"{rows[0]['requests']} prompts at a time, {rows[0]['new_tokens']} tokens of answer; medians over "
-            f"{len(rows[0]['token_seconds_all'])} rounds, the patterns in turn.",
-            f"In brackets: times faster than {rows[0]['name']}. Memory: the weights and all caches.",
-        ),
+    notes = (
+        f"{rows[0]['requests']} prompts at a time, {rows[0]['new_tokens']} tokens of answer; medians over "
+        f"{len(rows[0]['token_seconds_all'])} rounds, the patterns in turn.",
+        f"In brackets: times faster than {rows[0]['name']}. Memory: the weights and all caches.",
     )
     first = {row["length"]: row for row in reversed(rows)}
-    for row in rows:
-        cells = []
-        for key in ("first_token_seconds", "token_seconds"):
-            faster = first[row["length"]][key] / row[key]
-            cells.append(f"{1000 * row[key]:.3g}\n({faster:.2f})")
-        rate, memory = f"{row['tokens_per_second']:.0f}", f"{row['kv_cache_bytes'] / MEGABYTE:.2f}"
-        whole = f"{row['memory_bytes'] / MEGABYTE:.1f}"
-        table.add_row(row["name"], str(row["length"]), *cells, rate, memory, whole)
-    return table
+
+    def time(title: str, key: str) -> Shown:
+        return Column(title, "ms"), lambda row: f"{1000 * row[key]:.3g}\n({first[row['length']][key] / row[key]:.2f})"
+
+    columns = [
+        PATTERN,
+        LENGTH,
+        time("First token", "first_token_seconds"),
+        time("Further token", "token_seconds"),
+        _number("Throughput", "tokens_per_second", "tokens/s", ".0f"),
+        _number("KV cache", "kv_cache_bytes", "MB/sequence", ".2f", MEGABYTE),
+        _number("Memory", "memory_bytes", "MB", ".1f", MEGABYTE),
+    ]
+    return _table("How fast the model answers on this device", rows, columns, notes)
 
 
 def position_table(rows: Sequence[Row]) -> Table:
     """One line a pattern and position: operations of the prefill there, and the tokens that decoding reads."""
-    table = Table(
-        "Work for the token at each position",
-        [Column("Pattern", text=True), Column("Position"), Column("Prefill", "GFLOP"), Column("KV read", "tokens")],
-        (
-            "KV read: tokens of the cache that decoding reads, the mean over layers and KV heads. Both are counted, "
-            "not measured.",
-        ),
+    notes = (
+        "KV read: tokens of the cache that decoding reads, the mean over layers and KV heads. Both are counted, not "
+        "measured.",
     )
-    for row in rows:
-        table.add_row(
-            row["name"], str(row["position"]), f"{row['prefill_flops'] / 1e9:.4g}", f"{row['kv_tokens_read']:.0f}"
-        )
-    return table
+    prefill = _number("Prefill", "prefill_flops", "GFLOP", ".4g", 1e9)
+    columns = [PATTERN, _number("Position", "position"), prefill, _number("KV read", "kv_tokens_read", "tokens", ".0f")]
+    return _table("Work for the token at each position", rows, columns, notes)

@@ -22,13 +22,13 @@ from swa_jax.errors import ConfigError
 from swa_jax.estimates import accuracy_interval, bootstrap, paired_bootstrap, paired_score
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import score_answers
-from swa_jax.files import read_json, write_json
+from swa_jax.files import digest, read_document, tell_found, write_json
 from swa_jax.model.cache import cache_bytes
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.select.content import content_key, examples_sum
 from swa_jax.select.methods import choose, find_method
-from swa_jax.select.score_file import content_key, digest, examples_sum
 from swa_jax.select.separation import By, doubt
 from swa_jax.select.task import Task
 
@@ -97,7 +97,9 @@ def compare(
     }
     missing = {key for key in [*keys.values(), *chosen_keys.values()] if results.find(key) is None}
     about = {"scored_on": scored_on, "settings": dict(settings) | choice}
-    measure = _Measurement(model, held_out, eval_window, batch_size, about, results, len(missing), report, progress)
+    total, every = len(missing), len({*keys.values(), *chosen_keys.values()})
+    tell_found(results.file, every - total, every, "patterns", report)
+    measure = _Measurement(model, held_out, eval_window, batch_size, about, results, total, report, progress)
     rows = [
         results.find(keys[name], name=name) or measure(keys[name], pattern, pattern, name=name)
         for name, pattern in patterns
@@ -109,7 +111,7 @@ def compare(
         for method in methods:
             wanted = {ratio: key for ratio in ratios if (key := chosen_keys[method, ratio, seed]) in missing}
             if wanted:
-                measure.choose(method, task, wanted, out / f"{masks[seed][:8]}.json", iterations=iterations, by=by)
+                measure.choose(method, task, wanted, out / f"{masks[seed][:8]}.jsonl", iterations=iterations, by=by)
     results.write_patterns(out / "patterns")
     results.note_others(report)
     return [*rows, *results.chosen]
@@ -164,10 +166,7 @@ class _Results:
     def __init__(self, file: Path, comparison: str):
         self.file, self.comparison = file, comparison
         file.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self._rows = [dict(row) for row in read_json(file)["rows"]] if file.exists() else []
-        except (ValueError, KeyError, TypeError):
-            raise ConfigError(f"{file} holds no results of `compare`: name another --out") from None
+        self._rows = read_document(file, "results of `compare`", "rows", "name another --out").get("rows", [])
 
     @property
     def chosen(self) -> list[dict[str, Any]]:

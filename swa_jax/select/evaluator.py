@@ -7,7 +7,6 @@ query can see score exactly alike.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,15 +17,14 @@ from flax import nnx
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import AnswerScores, answer_batches, score_batch
+from swa_jax.files import Store
 from swa_jax.model.attention import layer_plan
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import HYBRID
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.select.content import content_key
 from swa_jax.select.gates import gate_gradient
-from swa_jax.select.score_file import ScoreFile, content_key
 from swa_jax.select.separation import By
-
-SAVE_SECONDS = 10.0  # how much work an interruption may cost
 
 
 class Score(NamedTuple):
@@ -82,32 +80,23 @@ class MaskEvaluator:
             model, examples, weights=weights, sliding_window=window, num_sink_tokens=self.num_sink_tokens,
             full_attention_decode=full_attention_decode, by=by,
         )  # fmt: skip
-        self._file = ScoreFile(file, content, "scores of masks")
-        self._scores: dict[str, Score] = self._file.scores
-        for key, score in self._scores.items():
-            self._scores[key] = Score(*score)
+        self._known = Store(file, "scores of masks", content)
 
     @property
     def num_evaluations(self) -> int:
         """How many different masks have a score, those found in the file included."""
-        return len(self._scores)
+        return len(self._known.records)
 
     @property
     def seconds(self) -> float:
         """Since this evaluator was made, and what the runs before it took by their file."""
-        return self._file.seconds
+        return self._known.seconds
 
     def __call__(self, full: np.ndarray) -> Score:
         key = _key(full)
-        if key not in self._scores:
-            self._scores[key] = self._evaluate(full)
-            if time.monotonic() - self._file.saved > SAVE_SECONDS:
-                self.save()
-        return self._scores[key]
-
-    def save(self) -> None:
-        """Write what is known to the file, if there is one."""
-        self._file.save()
+        if key not in self._known.records:
+            self._known.add(key, score=self._evaluate(full), seconds=self.seconds)
+        return Score(*self._known.records[key]["score"])
 
     def answers(self, full: np.ndarray) -> AnswerScores:
         """The scores of every single example under a mask. They are not written to the file."""

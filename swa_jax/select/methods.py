@@ -128,16 +128,9 @@ def _nll_heads(
     evaluate = _masks(task, "loss")
     total = math.prod(evaluate.shape)
     most = max(1, *(num_full(ratio, total) for ratio in ratios))
-    try:
-        found = greedy_heads(
-            evaluate,
-            most,
-            tried=total if tried == 0 else tried or TRIED,
-            rounds=rounds or ROUNDS,
-            progress=task.progress,
-        )
-    finally:
-        evaluate.save()
+    found = greedy_heads(
+        evaluate, most, tried=total if tried == 0 else tried or TRIED, rounds=rounds or ROUNDS, progress=task.progress
+    )
     return Ranking(found.order, evaluate.shape, {"gradients": found.gradients})
 
 
@@ -186,28 +179,25 @@ def _bosch(
     evaluate = _masks(task, by)
     settings: dict[str, Any] = {"variant": variant, "iterations": iterations, "optimizer": optimizer, "seed": task.seed}
     found = []
-    try:
-        for ratio in ratios:
-            chosen = bosch(evaluate, ratio, progress=task.progress, **settings)
-            said = chosen.provenance | {
-                "scored_by": by,
-                "iterations_a_layer": iterations,
-                "optimizer": optimizer,
-                "evaluations": evaluate.num_evaluations,
-                "seconds": round(evaluate.seconds, 1),
-            }
-            found.append((chosen.full, said))
-            what = "answers right" if by == "answers" else "likelihood of the answers"
+    for ratio in ratios:
+        chosen = bosch(evaluate, ratio, progress=task.progress, **settings)
+        said = chosen.provenance | {
+            "scored_by": by,
+            "iterations_a_layer": iterations,
+            "optimizer": optimizer,
+            "evaluations": evaluate.num_evaluations,
+            "seconds": round(evaluate.seconds, 1),
+        }
+        found.append((chosen.full, said))
+        what = "answers right" if by == "answers" else "likelihood of the answers"
+        task.report(
+            f"{what}: {chosen.score.value:.1%}, with full attention {chosen.original.value:.1%}, all windowed "
+            f"{chosen.windowed.value:.1%}; {evaluate.num_evaluations} masks tried"
+        )
+        if chosen.num_windowed != chosen.target:
             task.report(
-                f"{what}: {chosen.score.value:.1%}, with full attention {chosen.original.value:.1%}, all windowed "
-                f"{chosen.windowed.value:.1%}; {evaluate.num_evaluations} masks tried"
+                f"windowed {chosen.num_windowed} heads and not {chosen.target}: the nearest this method can reach"
             )
-            if chosen.num_windowed != chosen.target:
-                task.report(
-                    f"windowed {chosen.num_windowed} heads and not {chosen.target}: the nearest this method can reach"
-                )
-    finally:
-        evaluate.save()
     return found
 
 

@@ -24,14 +24,15 @@ from swa_jax.errors import ConfigError
 from swa_jax.estimates import Estimate, bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import AnswerBatch, answer_batches, check_examples
+from swa_jax.files import Store
 from swa_jax.model.attention import LayerPlan, layer_plan
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_stacks import are_alike
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition, check_model, state_shardings
 from swa_jax.select import toggles
+from swa_jax.select.content import content_key
 from swa_jax.select.gates import gate_gradient
-from swa_jax.select.score_file import ScoreFile, content_key
 
 Progress = Callable[[int, int], None]
 TRIED = 4  # layers, or heads, that are scored in a round of a search that a gradient leads
@@ -185,7 +186,7 @@ class LayerScorer:
             model, examples, weights=weights, sliding_window=window, num_sink_tokens=sinks,
             full_attention_decode=full_attention_decode,
         )  # fmt: skip
-        self._file = ScoreFile(file, content, "scores of layers")
+        self._store = Store(file, "scores of layers", content)
 
     @property
     def num_known(self) -> int:
@@ -195,7 +196,7 @@ class LayerScorer:
     @property
     def seconds(self) -> float:
         """Since this scorer was made, and what the runs before it took by their file."""
-        return self._file.seconds
+        return self._store.seconds
 
     def __call__(
         self, full_layers: Sequence[int] = (), *, tried: Sequence[int] | None = None, progress: Progress | None = None
@@ -221,11 +222,11 @@ class LayerScorer:
             if not all(self._known(chosen, i, rest) for i in index):
                 rows = self._rows(batch, short, chosen, rest, functools.partial(report, len(index)))
                 for i, row in zip(index, rows, strict=False):
-                    self._file.scores[_key(chosen, i)] = [None if math.isnan(x) else x for x in row.tolist()]
-                self._file.save()
+                    losses = [None if math.isnan(x) else x for x in row.tolist()]
+                    self._store.add(_key(chosen, i), losses=losses, seconds=self.seconds)
             else:
                 report(len(index), total)
-        rows = np.array([self._file.scores[_key(chosen, i)] for i in range(self.num_examples)], float)  # [N, 1 + L]
+        rows = np.array([self._losses(chosen, i) for i in range(self.num_examples)], float)  # [N, 1 + L]
         return NLLScores(
             rows[:, :1] - rows[:, 1:],
             rows[:, 0],
@@ -239,14 +240,13 @@ class LayerScorer:
         """How fast the answers' loss falls as each layer, beside `full_layers`, is opened: [L] f64, nats a token."""
         chosen = tuple(sorted(full_layers))
         key = f"gradient:{','.join(map(str, chosen))}"
-        if key not in self._file.scores:
+        if key not in self._store.records:
             full = np.zeros((self.layers, self._config.most_kv_heads), bool)
             full[list(chosen)] = True
             long = [(index, batch) for index, batch, short in self._batches if not short]
             gained = gate_gradient(self._graph, self._weights, long, full, self._partition)
-            self._file.scores[key] = (gained.sum(1) / self.num_examples).tolist()
-            self._file.save()
-        return np.array(self._file.scores[key])
+            self._store.add(key, gains=(gained.sum(1) / self.num_examples).tolist(), seconds=self.seconds)
+        return np.array(self._store.records[key]["gains"])
 
     def greedy(
         self, budget: int, *, tried: int | None = None, rounds: int | None = None, progress: Progress | None = None
@@ -295,8 +295,13 @@ class LayerScorer:
 
     def _known(self, full_layers: Sequence[int], example: int, rest: Sequence[int]) -> bool:
         """Whether the base's score of an example is known, and those of the layers in `rest`."""
-        row = self._file.scores.get(_key(full_layers, example))
+        row = self._losses(full_layers, example)
         return row is not None and all(row[1 + layer] is not None for layer in rest)
+
+    def _losses(self, full_layers: Sequence[int], example: int) -> list[float | None] | None:
+        """What is known of an example: its loss under the base and with each layer full [1 + L]."""
+        record = self._store.records.get(_key(full_layers, example))
+        return None if record is None else record["losses"]
 
     def _rows(
         self,

@@ -77,7 +77,7 @@ def test_the_model_of_chains_is_asked_for_chains(tmp_path):
         (("recall", "--kv-budget", 0.05, "--for", "vllm"), "takes at least 0.11 of full attention's"),
         (("recall", "--kv-budget", 0.3, "--for", "sglang"), "keeps the caches of windowed layers whole"),
         (("recall", "--kv-budget", 0.3, "--unit", "heads", "--for", "vllm"), "which vllm cannot run"),
-        (("recall", "--kv-budget", 0.3, "--prefill-chunk", 64), "--prefill-chunk is of vllm and tpu-inference"),
+        (("recall", "--kv-budget", 0.3, "--batched-tokens", 64), "--batched-tokens is of vllm and tpu-inference"),
         (("recall", "--kv-budget", 0.3, "--window", "2048"), "which is full attention: take a smaller --window"),
         (("recall", "--kv-budget", 0.3, "--window", "0"), "--window is '0': give whole numbers from 1 on"),
         (("recall", "--kv-budget", 0.3, "--text", "absent.txt"), "--text absent.txt does not exist"),
@@ -277,13 +277,13 @@ def test_a_second_run_finds_everything_done(adapted):
     out, _ = adapted
     before = without_times(out)
     said = run("adapt", "recall", out, "--kv-budget", 0.3, "--for", "vllm", *SMALL)
-    assert said.count("done before") == len(STAGES)
+    assert said.count("found here") == len(STAGES)
     assert without_times(out) == before
     (out / "adapt" / "search.json").unlink()
     (out / "vllm" / "config.json").unlink()
     (out / "vllm").rename(out / "gone")
     said = run("adapt", "recall", out, "--kv-budget", 0.3, "--for", "vllm", *SMALL)
-    assert said.count("done before") == len(STAGES) - 2
+    assert said.count("found here") == len(STAGES) - 2
     assert without_times(out) == before
 
 
@@ -329,7 +329,7 @@ def test_a_run_killed_after_every_stage_ends_as_one_that_was_not(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert start(whole).wait() == 0
     # Files of stages that are done, and of stages that are in the middle of their work.
-    inside = {"search": ["adapt/ranked-*.json", "adapt/candidates-*.json"], "tune": ["tuned/checkpoints/*"]}
+    inside = {"search": ["adapt/ranked-*.jsonl", "adapt/candidates-*.jsonl"], "tune": ["tuned/checkpoints/*"]}
     kills = 0
     for wanted in [one for stage in STAGES for one in (*inside.get(stage, ()), f"adapt/{stage}.json")]:
         process = start(killed)

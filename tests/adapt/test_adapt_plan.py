@@ -6,18 +6,15 @@ import os
 import shutil
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from command_line import run
-from tiny_models import BYTES
 
 from swa_jax.adapt import plan as plan_module
 from swa_jax.adapt import stages as stages_module
-from swa_jax.adapt.job import MARK, STAGES, Settings, _memory, prepare
+from swa_jax.adapt.job import MARK, STAGES, Settings, prepare
 from swa_jax.adapt.plan import Clock, canary_budget, duration, estimate, operations, plan_text, work
 from swa_jax.adapt.stages import Results, carry_out
-from swa_jax.checkpoint.served_cache import BLOCKS
 from swa_jax.errors import CheckpointError, ConfigError
 from swa_jax.files import locked
 
@@ -105,6 +102,25 @@ def test_the_time_of_killed_runs_counts(tmp_path):
     assert json.loads((folder / "search.json").read_text())["seconds"] < 5
 
 
+def test_a_damaged_result_costs_its_own_stage(tmp_path):
+    folder, said = tmp_path / "adapt", []
+    folder.mkdir()
+    results = Results(folder, said.append)
+    for name in ("original", "search"):
+        results.stage(name, name, "k", lambda: {"is": name})  # noqa: B023
+    (folder / "search.json").write_text('{"key": "k", "seco')
+    said.clear()
+    for name in ("original", "search"):
+        assert results.stage(name, name, "k", lambda: {"is": "new"})["is"] == {"original": "original"}.get(name, "new")
+    assert [line.split(" (")[0] for line in said] == [
+        "original: found here",
+        f"{folder / 'search.json'} is not valid JSON: Unterminated string starting at",
+        "search ...",
+        "search: 0 s",
+    ]
+    assert json.loads((folder / "search.json").read_text())["result"] == {"is": "new"}
+
+
 def test_half_made_folders_are_named_and_removed(tmp_path, monkeypatch):
     job = small_job(tmp_path, server="vllm")
     for name in ("vllm.partial", "notes"):
@@ -153,10 +169,3 @@ def test_a_full_disk_is_found_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(CheckpointError, match="make room"):
         small_job(tmp_path)
-
-
-@pytest.mark.parametrize(("served", "chunk"), [(None, 31), (64, 16), (10**6, BLOCKS["vllm"].in_flight)])
-def test_a_prompt_is_served_in_sixteen_chunks_at_least(served, chunk):
-    settings = SimpleNamespace(serve_length=served, prefill_chunk=None, server="vllm")
-    source = SimpleNamespace(config=BYTES, hf_config={})
-    assert _memory(settings, source, 500).prefill_chunk == chunk

@@ -19,6 +19,7 @@ from swa_jax.checkpoint import check_server
 from swa_jax.checkpoint.canary import Size, plan_size, write_canary
 from swa_jax.checkpoint.folder import load_model, open_checkpoint, save_model
 from swa_jax.checkpoint.readings import readings_of
+from swa_jax.checkpoint.served_cache import Memory
 from swa_jax.model.config import ModelConfig, RopeScaling
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL, WINDOW
@@ -254,6 +255,22 @@ runpy.run_path(sys.argv[0], run_name="__main__")
         done = subprocess.run([*command, url], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (check_server.WRONG, "")
     assert done.stdout == "Wrong: full attention in every layer.\n"
+
+
+def test_the_verdict_comes_with_what_the_cache_takes(exported, tmp_path, capsys):
+    """An export for a server counts its cache, in the receipt too, and the script repeats it."""
+    folder, right, _ = exported("full")
+    counted = Memory(RICH, {}, 1024, "vllm").steps
+    assert counted.startswith("At 64 batched tokens")
+    canary = json.loads((folder / "canary.json").read_text())
+    assert canary["counted"] == ""  # full attention, and no server
+    (tmp_path / "canary.json").write_text(json.dumps(canary | {"counted": counted}))
+    with serving(Planted(right)) as url:
+        check_server.main(["--canary", str(tmp_path / "canary.json"), "--url", url])
+        said = capsys.readouterr().out
+        _, found = answer(tmp_path, "--url", url, "--json")
+    assert said.endswith(f".\n{counted}\n")
+    assert found["counted"] == counted
 
 
 def test_what_the_export_says(exported):

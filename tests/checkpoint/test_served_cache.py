@@ -13,12 +13,11 @@ from swa_jax.checkpoint.served_cache import (
     BudgetError,
     Memory,
     better_grouping,
+    blocks_of,
     group_layers,
     grouped_entries,
     most_within,
-    served_bytes,
 )
-from swa_jax.checkpoint.servers import served_config
 from swa_jax.errors import ConfigError
 from swa_jax.families import model_config
 from swa_jax.model.cache import cache_bytes
@@ -65,12 +64,11 @@ def test_bytes_of_a_model(server, head_dim):
     config = model_config(hf)
     layers = config.num_hidden_layers
     pattern = AttentionPattern((FULL,) + (WINDOW,) * (layers - 1), 5)
-    served = served_config(server, hf, pattern)
-    blocks = BLOCKS[server]
-    short = min(4 + blocks.in_flight, 5000)
+    blocks = blocks_of(server, 5000)
+    short = min(4 + blocks.batched_tokens, 5000)
     entries = -(-5000 // 16) * 16 + (layers - 1) * 16 * (-(-short // 16) + 1)
     assert config.head_dim == 6
-    assert served_bytes(server, served, config, 5000) == entries * config.num_key_value_heads * 2 * head_dim * 2
+    assert Memory(config, hf, 5000, server).bytes(pattern) == entries * config.num_key_value_heads * 2 * head_dim * 2
 
 
 def test_the_verb_prints_bytes_here_and_as_served(tmp_path):
@@ -90,8 +88,39 @@ def test_the_verb_warns_at_the_cliff(tmp_path):
     pattern = AttentionPattern((FULL,) * (layers - 2) + (WINDOW,) * 2, 5)
     pattern.to_json(tmp_path / "pattern.json")
     text = run("pattern", tmp_path / "pattern.json", "--model", checkpoint, "--length", "100000")
-    fewer = better_grouping(layers - 2, 2, 5, 100000, BLOCKS["vllm"])
+    fewer = better_grouping(layers - 2, 2, 5, 100000, blocks_of("vllm", 100000))
     assert (f"{fewer} full layers" in text) == (fewer is not None)
+
+
+@pytest.mark.parametrize(("length", "batched"), [(500, 31), (64, 16), (10**6, BLOCKS["vllm"].batched_tokens)])
+def test_a_prompt_takes_sixteen_steps_at_least(length, batched):
+    """By one default, wherever memory is counted, and the share is never printed without it."""
+    memory = memory_of("llama-plain", length, "vllm")
+    assert memory.batched_tokens == batched == blocks_of("vllm", length).batched_tokens
+    pattern = AttentionPattern.from_full_layers([0], memory.config.num_hidden_layers, 16)
+    steps = -(-length // batched)
+    said = f"At {batched} batched tokens (--batched-tokens) a prompt of {length} takes {steps} steps"
+    assert said in memory.describe(pattern)
+    assert f"{memory.share(pattern):.1%} of what full attention takes, counted in vllm" in memory.describe(pattern)
+    assert "a prompt of 64 takes 1 step;" in memory_of("llama-plain", 64, "vllm", 64).steps
+    assert memory_of("llama-plain", length).steps == memory_of("llama-plain", length, "sglang").steps == ""
+    with pytest.raises(ConfigError, match="--batched-tokens is of vllm and tpu-inference"):
+        memory_of("llama-plain", length, "sglang", 64)
+
+
+def test_the_verb_counts_as_a_budget_does(tmp_path):
+    """adapt, select and compare go by `Memory`; `pattern` prints its shares, whatever the batched tokens."""
+    checkpoint = import_model(GOLDEN / "llama-plain", tmp_path / "checkpoint")
+    pattern = AttentionPattern.from_full_layers([0], memory_of("llama-plain", 1).config.num_hidden_layers, 5)
+    pattern.to_json(tmp_path / "pattern.json")
+    words = ("pattern", tmp_path / "pattern.json", "--model", checkpoint, "--length", 1024)
+    for batched in (None, 256, 8192):
+        text = run(*words, *(() if batched is None else ("--batched-tokens", batched)))
+        for server in ("vllm", "sglang", None):
+            memory = memory_of("llama-plain", 1024, server, batched if server == "vllm" else None)
+            line = next(line for line in text.splitlines() if line.strip().startswith(server or "here"))
+            assert line.endswith(f"{memory.share(pattern):.1%}")
+        assert f"At {batched or 64} batched tokens" in text
 
 
 # ---- a budget ----
@@ -106,9 +135,10 @@ def test_memory_counts_as_the_server_does():
     memory = memory_of("llama-plain", 4096, "vllm", 256)
     layers = memory.config.num_hidden_layers
     pattern = AttentionPattern.from_full_layers([0], layers, 64)
-    served = served_config("vllm", memory.hf_config, pattern)
-    assert memory.bytes(pattern) == served_bytes("vllm", served, memory.config, 4096, in_flight=256)
-    assert memory.bytes(pattern) < served_bytes("vllm", served, memory.config, 4096)  # with 8192 in flight
+    entries, _ = grouped_entries(1, layers - 1, 64, 4096, Blocks(16, 256))
+    assert memory.bytes(pattern) == entries * memory.config.num_key_value_heads * 2 * memory.config.head_dim * 2
+    assert memory.bytes(pattern) < memory_of("llama-plain", 4096, "vllm", 8192).bytes(pattern)
+    assert memory_of("llama-plain", 4096, "vllm") == memory  # which is the 16th part
     assert memory.full == layers * 4096 * memory.config.num_key_value_heads * 2 * memory.config.head_dim * 2
     assert memory.share(AttentionPattern((FULL,) * layers)) == 1
     here, transformers = (memory_of("llama-plain", 4096, server) for server in (None, "transformers"))

@@ -140,7 +140,7 @@ def test_a_window_that_a_class_counts_otherwise_is_written_one_shorter():
     hf = hf_of("cohere2-hybrid")
     served = served_config("vllm", hf, patterns(hf["num_hidden_layers"])["even"])
     assert served.hf["sliding_window"] == 4
-    assert "4 is written for a window of 5" in served.describe("vllm", "out")
+    assert "4 is written for a window of 5" in served.describe("vllm")
 
 
 def test_a_refusal_names_who_can(tmp_path):
@@ -165,9 +165,11 @@ def test_import_of_an_export_gives_the_same_bits(tmp_path, server):
 
 def test_the_verb_says_how_to_start_the_server(tmp_path):
     checkpoint = import_model(GOLDEN / "qwen2-hybrid", tmp_path / "checkpoint")
-    assert f"Start it with: vllm serve {tmp_path / 'a'}" in run(
-        "export", checkpoint, tmp_path / "a", "--no-canary", "--for", "vllm"
-    )
+    said = run("export", checkpoint, tmp_path / "a", "--no-canary", "--for", "vllm", "--serve-length", 640)
+    sizes = "--max-model-len 640 --max-num-batched-tokens 40"
+    assert f"Start it with: vllm serve {tmp_path / 'a'} {sizes}\n" in said
+    assert "At 40 batched tokens (--batched-tokens) a prompt of 640 takes 16 steps" in said
+    assert "are of a server" in fails("export", checkpoint, tmp_path / "b", "--batched-tokens", 64)
     assert "known: transformers, vllm, tpu-inference, sglang" in fails(
         "export", checkpoint, tmp_path / "b", "--no-canary", "--for", "ollama"
     )

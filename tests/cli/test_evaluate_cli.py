@@ -353,6 +353,13 @@ def test_efficiency_times_every_pattern(checkpoint, tmp_path):
     assert "--lengths is '0': give whole numbers from 1 on" in fails("efficiency", checkpoint, "--lengths", "0")
 
 
+def test_json_is_all_that_is_printed(checkpoint, text):
+    words = ["evaluate", "text", str(checkpoint), str(text), "--lengths", "32", "--json"]
+    printed = json.loads(CliRunner().invoke(app, words).stdout)
+    assert [row["length"] for row in printed["perplexity_sweep"]] == [32]
+    assert printed["settings"]["text"]["lengths"] == "32"
+
+
 # ---- one folder for several kinds ----
 
 
@@ -374,10 +381,10 @@ def test_several_kinds_share_a_folder(checkpoint, text, tmp_path):
     assert fails(*needles, *out).startswith(f"{tmp_path} has results of `evaluate needles` already: ")
     other = ("--pattern", "window", "--window", 8, "--out", tmp_path)
     assert fails("harness", checkpoint, "x", *other).startswith(
-        (f"{tmp_path} has results with another 'patterns': ", "evaluate harness needs")
+        (f"{tmp_path} holds results of other content (other patterns): ", "evaluate harness needs")
     )
     routing = fails("routing", checkpoint, *other)
-    assert routing.startswith(f"{tmp_path} has results with another 'patterns': name another folder")
+    assert routing.startswith(f"{tmp_path} holds results of other content (other patterns): name another folder")
     assert (tmp_path / "results.json").read_bytes() == before
     (tmp_path / "results.json").write_text("[]")
-    assert fails("routing", checkpoint, *out).startswith(f"{tmp_path} has results already: ")
+    assert "must hold a JSON object: name another folder with --out" in fails("routing", checkpoint, *out)

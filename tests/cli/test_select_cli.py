@@ -56,11 +56,11 @@ def test_bosch_writes_a_pattern_a_picture_and_its_evaluations(planted, tmp_path)
     assert f"written to {out} and {out.with_suffix('.png')}" in output
     pattern = AttentionPattern.from_json(out)
     np.testing.assert_array_equal(head_mask(pattern, KV_HEADS), planted_mask())
-    kept = json.loads(out.with_suffix(".scores.json").read_text())["scores"]
+    kept = out.with_suffix(".scores.jsonl").read_text().splitlines()[1:]
     assert len(kept) == pattern.provenance["evaluations"]
     assert out.with_suffix(".png").stat().st_size > 1000
     again = run("select", "bosch", *options)
-    assert f"has the scores of {len(kept)} masks: going on from there" in again
+    assert f"found {len(kept)} masks here, going on" in again
     assert AttentionPattern.from_json(out) == pattern
     output = run("select", "bosch-layer", *options, "--iterations", 2, "--seed", 1)
     assert AttentionPattern.from_json(out).provenance["method"] == "bosch-layer"
@@ -148,7 +148,7 @@ def test_bosch_by_loss(planted, tmp_path):
     pattern = AttentionPattern.from_json(out)
     assert (pattern.provenance["scored_by"], pattern.provenance["windowed_heads"]) == ("loss", 24)
     said = fails("select", "bosch", *options)
-    assert said.startswith(f"{out.with_suffix('.scores.json')} holds scores made with by = loss")
+    assert said.startswith(f"{out.with_suffix('.scores.jsonl')} holds scores of masks of other content (by was")
 
 
 @pytest.mark.parametrize("method", ["dcam", "razor"])
@@ -223,24 +223,24 @@ def test_nll_goes_on_from_its_file_and_writes_what_it_found(checkpoint, tmp_path
     first = AttentionPattern.from_json(out)
     assert first.provenance["method"] == "nll"
     assert len(first.full_layers) == 1
-    before = json.loads(kept.read_text())["scores"]
+    before = kept.read_text()
     output = run("select", "nll", checkpoint, *options)
-    assert f"{kept} has the scores of 2 examples: going on from there" in output
+    assert f"{kept}: found 2 of 2 examples here, doing 0" in output
     assert AttentionPattern.from_json(out) == first
     run("select", "nll-greedy", checkpoint, *options)
     pattern = AttentionPattern.from_json(out)
     assert pattern.provenance["method"] == "nll-greedy"
     assert pattern.provenance["picked"] == list(pattern.full_layers)
     assert pattern.full_layers == first.full_layers  # a budget of one is one round
-    assert json.loads(kept.read_text())["scores"] == before
+    assert kept.read_text() == before
     for other in ("--fa-decode", "--score-fa-decode"):
         said = fails("select", "nll", checkpoint, *options, other)
-        assert said.startswith(f"{kept} holds scores made with full_attention_decode = False, this search has True")
+        assert said.startswith(f"{kept} holds scores of layers of other content (full_attention_decode was False")
     output = run("select", "nll", checkpoint, *options, "--fa-decode", "--no-score-fa-decode")
-    assert "going on from there" in output
+    assert "found 2 of 2 examples here" in output
     assert AttentionPattern.from_json(out).full_attention_decode
     said = fails("select", "nll", checkpoint, *options, "--window", 17)
-    assert said.startswith(f"{kept} holds scores made with sliding_window = 16, this search has 17")
+    assert said.startswith(f"{kept} holds scores of layers of other content (sliding_window was 16 there and is 17")
 
 
 def test_nll_says_when_the_prompts_are_too_short(planted, tmp_path):

@@ -289,33 +289,33 @@ def test_replies_go_on_after_any_cut(tmp_path):
     """A file that was cut at any byte gives the whole lines before the cut, and ends as if it never had been."""
     settings = {"temperature": 1.0}
     replies = [{"prompt": p, "sample": s, "text": f"ü{p}\u2028\x85{s}\n"} for p in range(2) for s in range(2)]
-    with ReplyFile(tmp_path / "all.jsonl", settings) as file:
-        for reply in replies[::-1]:
-            file.add(reply)
-        whole = (tmp_path / "all.jsonl.unfinished").read_bytes()
-        file.finish()
+    file = ReplyFile(tmp_path / "all.jsonl", settings)
+    for reply in replies[::-1]:
+        file.add(reply)
+    whole = (tmp_path / "all.jsonl.unfinished").read_bytes()
+    file.finish()
     expected = (tmp_path / "all.jsonl").read_text()
     assert [json.loads(line) for line in expected.split("\n")[:-1]] == replies
     for cut in range(len(whole) + 1):
         out = tmp_path / f"cut{cut}.jsonl"
         out.with_name(out.name + ".unfinished").write_bytes(whole[:cut])
-        with ReplyFile(out, settings) as file:
-            assert len(file.replies) == max(whole[:cut].count(b"\n") - 1, 0)
-            for reply in replies:
-                if (reply["prompt"], reply["sample"]) not in file.replies:
-                    file.add(reply)
-            file.finish()
+        file = ReplyFile(out, settings)
+        assert len(file.replies) == max(whole[:cut].count(b"\n") - 1, 0)
+        for reply in replies:
+            if (reply["prompt"], reply["sample"]) not in file.replies:
+                file.add(reply)
+        file.finish()
         assert out.read_text() == expected
         assert not out.with_name(out.name + ".unfinished").exists()
     first, second, *others = whole.split(b"\n")
     for damage in (b"{", b"[]", b"{}", b'{"prompt": "0", "sample": 0}', b"[" * 9999, b"\xff", second + second):
         out = tmp_path / f"damaged{len(damage)}{damage[:1].hex()}.jsonl"
         out.with_name(out.name + ".unfinished").write_bytes(b"\n".join([first, damage, *others]))
-        with ReplyFile(out, settings) as file:
-            assert len(file.replies) == 3
+        file = ReplyFile(out, settings)
+        assert len(file.replies) == 3
     with pytest.raises(ConfigError, match=r"all.jsonl is there already"):
         ReplyFile(tmp_path / "all.jsonl", settings)
     (tmp_path / "other.jsonl.unfinished").write_bytes(whole)
-    with pytest.raises(ConfigError, match="holds replies to other prompts"):
+    with pytest.raises(ConfigError, match=r"holds replies of other content \(other model, prompts or settings\)"):
         ReplyFile(tmp_path / "other.jsonl", {"temperature": 0.0})
     assert (tmp_path / "other.jsonl.unfinished").read_bytes() == whole

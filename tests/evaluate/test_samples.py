@@ -85,7 +85,7 @@ def test_an_interrupted_measurement_goes_on(model, tokenizer, runs, tmp_path):
     with pytest.raises(Stop):
         score_answers(model, asked, batch_size=2, samples=Samples(file), advance=stop_after(3))
     with file.open("a") as stream:
-        stream.write('{"kind": "answer", "batch": "0')  # what a kill leaves
+        stream.write('{"key": "0')  # what a kill leaves
     before = dict(runs)
     again = answer(model, tokenizer, asked, Samples(file))
     assert again.texts == expected.texts
@@ -146,12 +146,15 @@ def test_the_command_goes_on(model, byte_tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(generated_answers, "_run_batch", run_batch)
     assert json.loads((out / "results.json").read_text())["unfinished"] == ["needles"]
     said = fails(*needles, "--examples", 5, "--out", out)
-    assert "was interrupted, with examples = 4 and not 5: repeat that command to go on" in said
+    assert "holds an interrupted `evaluate needles` of other content (examples was 4 there and is 5" in said
     kept = (out / "samples.jsonl").read_text()
-    run(*needles, "--out", out)
+    found = kept.count('"key"')
+    assert f"{out / 'samples.jsonl'}: found {found} of 16 samples here, doing {16 - found}\n" in run(
+        *needles, "--out", out
+    )
     lines = (out / "samples.jsonl").read_text()
     assert lines.startswith(kept)
-    keys = [(line["batch"], line["row"]) for line in map(json.loads, lines.splitlines())]
+    keys = [line["key"] for line in map(json.loads, lines.splitlines())]
     assert len(keys) == len(set(keys)) == 2 * 2 * 4, "nothing that was known is there twice"
     results = json.loads((out / "results.json").read_text())
     assert "unfinished" not in results

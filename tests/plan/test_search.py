@@ -371,12 +371,12 @@ def test_results_of_another_search_are_not_gone_on_with(tmp_path):
     work, file = work_of(config_of(), 4), tmp_path / "search.json"
     SearchFile(file, key_of(work, "v5e:2x2")).finish({})
     other = work_of(config_of(sliding_window=256), 4)
-    with pytest.raises(ConfigError, match="another search, whose configuration differ"):
+    with pytest.raises(ConfigError, match=r"of other content \(other configuration\)"):
         SearchFile(file, key_of(other, "v5e:2x2"))
-    with pytest.raises(ConfigError, match="whose topology and stage differ"):
+    with pytest.raises(ConfigError, match="topology was v5e:2x2 there and is v6e:2x2 here; stage was 0"):
         SearchFile(file, key_of(work, "v6e:2x2") | {"stage": 1})
     file.write_text('{"memory": {}}')
-    with pytest.raises(ConfigError, match="is no file of --search"):
+    with pytest.raises(ConfigError, match="holds no results of --search"):
         SearchFile(file, key_of(work, "v5e:2x2"))
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import math
 import sys
 
@@ -159,7 +158,6 @@ def test_full_attention_without_an_answer_is_refused(model, examples):
 def test_an_interrupted_search_goes_on_and_ends_the_same(model, examples, tmp_path, monkeypatch):
     whole = evaluator(model, examples)
     wanted = bosch(whole, RATIO, iterations=2)
-    monkeypatch.setattr("swa_jax.select.evaluator.SAVE_SECONDS", 0.0)
     file = tmp_path / "scores.json"
     first = evaluator(model, examples, file=file)
 
@@ -169,7 +167,7 @@ def test_an_interrupted_search_goes_on_and_ends_the_same(model, examples, tmp_pa
 
     with pytest.raises(KeyboardInterrupt):
         bosch(first, RATIO, iterations=2, progress=stop)
-    kept = len(json.loads(file.read_text())["scores"])
+    kept = file.read_text().count('"score"')
     assert 2 < kept == first.num_evaluations < whole.num_evaluations
     again, calls = evaluator(model, examples, file=file), []
     score_one = again._evaluate
@@ -184,14 +182,13 @@ def test_scores_of_another_search_are_refused(model, examples, tmp_path):
     file = tmp_path / "scores.json"
     first = evaluator(model, examples, file=file)
     first(np.ones((LAYERS, KV_HEADS), bool))
-    first.save()
     kept = file.read_bytes()
-    with pytest.raises(ConfigError, match=r"scores made with other examples .*name another file"):
+    with pytest.raises(ConfigError, match=r"scores of masks of other content \(other examples .*name another file"):
         evaluator(model, examples[::-1], file=file)
-    with pytest.raises(ConfigError, match="scores made with sliding_window = 8, this search has 9"):
+    with pytest.raises(ConfigError, match="sliding_window was 8 there and is 9 here"):
         MaskEvaluator(model, examples, sliding_window=9, file=file)
     other = planted_model(noise=0.5, seed=1)
-    with pytest.raises(ConfigError, match="scores of another model"):
+    with pytest.raises(ConfigError, match="other weights, so that it is of another model"):
         evaluator(other, examples, file=file)
     assert file.read_bytes() == kept
     file.write_text("{}")
@@ -210,7 +207,7 @@ def test_the_pattern_says_how_it_was_found(tmp_path):
     said = again.provenance
     assert (said["method"], said["seed"], said["data"], said["windowed_heads"]) == ("bosch", 5, "planted", 24)
     assert said["scores"]["chosen"]["value"] == 1
-    assert said["evaluations"] == len(json.loads(file.read_text())["scores"]) > 20
+    assert said["evaluations"] == len(file.read_text().splitlines()) - 1 > 20
     assert said["seconds"] >= 0
 
 

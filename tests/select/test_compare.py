@@ -88,7 +88,8 @@ def test_results_are_kept_and_summed_up(model, tmp_path):
     ]
     lines.clear()
     rows = go(["random-heads", "bosch"])
-    assert len(lines) == 2  # what was there is not done again
+    assert lines[0] == f"{tmp_path / 'results.json'}: found 3 of 5 patterns here, doing 2"
+    assert len(lines) == 3  # what was there is not done again
     assert [count for count in counts[3:] if len(count) == 2] == [(1, 2), (2, 2)]
     assert json.loads((tmp_path / "results.json").read_text())["rows"] == rows
     kept = AttentionPattern.from_json(tmp_path / "patterns" / "bosch-0.75-seed-0.json")
@@ -111,9 +112,12 @@ def test_results_are_kept_and_summed_up(model, tmp_path):
     lines.clear()
     assert go(["random-heads"], seeds=(1,)) == rows  # what was chosen before comes with it
     assert go(["random-heads", "bosch"]) == rows == json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert lines == []
+    assert [line.split(": ")[1] for line in lines] == [
+        "found 2 of 2 patterns here, doing 0",
+        "found 5 of 5 patterns here, doing 0",
+    ]
     (tmp_path / "results.json").write_text("[]")
-    with pytest.raises(ConfigError, match="holds no results of `compare`"):
+    with pytest.raises(ConfigError, match="must hold a JSON object: name another --out"):
         go(["bosch"])
 
 

@@ -9,20 +9,20 @@ from typing import Any
 import typer
 
 from swa_jax.cli.evaluate import chains, efficiency, harness, needles, questions, routing, ruler, text
-from swa_jax.cli.evaluate.evaluation import Evaluation
+from swa_jax.cli.evaluate.evaluation import Evaluation, Measurement
 from swa_jax.cli.groups import Options, expand
 
 
-def _recorded(measure: Callable[..., None]) -> Callable[..., None]:
-    """The measurement, whose options go into results.json."""
+def _carried_out(declare: Callable[..., Measurement]) -> Callable[..., None]:
+    """The command of a kind: what it declares is carried out, and its options go into results.json."""
 
-    @functools.wraps(measure)
+    @functools.wraps(declare)
     def run(evaluation: Evaluation, **given: Any) -> None:
         settings: dict[str, Any] = {}
         for name, value in given.items():
             settings |= vars(value) if isinstance(value, Options) else {name: value}
-        evaluation.begin(measure.__name__, **settings)
-        measure(evaluation, **given)
+        evaluation.begin(declare.__name__, **settings)
+        evaluation.carry_out(declare(evaluation, **given))
 
     return run
 
@@ -42,4 +42,4 @@ for _kind in (
     efficiency.efficiency,
     harness.harness,
 ):
-    app.command()(expand(_recorded(_kind)))
+    app.command()(expand(_carried_out(_kind)))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from typer import Option
 
-from swa_jax.cli.evaluate.evaluation import Evaluation
-from swa_jax.cli.options import PROMPTS, fractions, note_context, numbers, text_files
+from swa_jax.cli.evaluate.evaluation import Depths, Evaluation, Examples, Lengths, Measurement, Rows, Run
+from swa_jax.cli.options import PROMPTS, check_length, fractions, numbers, text_files
 
 DEFAULT_EXAMPLES = 50
 
@@ -20,17 +21,8 @@ def chains(
         str, Option(help="Look-ups from the name that is asked for to its number.", rich_help_panel=PROMPTS)
     ] = "1,2,3",
     rivals: Annotated[str, Option(help="Other chains in a prompt, from 0 on.", rich_help_panel=PROMPTS)] = "3",
-    lengths: Annotated[
-        str, Option(help="Tokens of a prompt with its answer, such as 512,1024.", rich_help_panel=PROMPTS)
-    ] = "1024",
-    depths: Annotated[
-        str | None,
-        Option(
-            help="Where the number stands, such as 0,0.5,1. Default: drawn.",
-            show_default=False,
-            rich_help_panel=PROMPTS,
-        ),
-    ] = None,
+    lengths: Lengths = "1024",
+    depths: Depths = None,
     gap: Annotated[
         int,
         Option(
@@ -41,7 +33,7 @@ def chains(
         ),
     ] = 0,
     sums: Annotated[bool, Option("--sums", help="Ask for the sum of two numbers.", rich_help_panel=PROMPTS)] = False,
-    examples: Annotated[int, Option(help="Prompts of each kind.", min=1, rich_help_panel=PROMPTS)] = DEFAULT_EXAMPLES,
+    examples: Examples = DEFAULT_EXAMPLES,
     haystack: Annotated[
         Path | None,
         Option(
@@ -50,12 +42,11 @@ def chains(
             rich_help_panel=PROMPTS,
         ),
     ] = None,
-) -> None:
+) -> Measurement:
     """Chains of statements: answers right, by hops, rivals, length and depth."""
     from swa_jax.data.haystack import Haystack
     from swa_jax.evaluate.chains import chain_examples, chain_grid, chain_scores
     from swa_jax.report.evaluation_tables import chain_table
-    from swa_jax.report.progress import counted
 
     places = None if depths is None else fractions(depths)
     cells = chain_grid(
@@ -65,19 +56,20 @@ def chains(
         places,
         sums,
     )
-    note_context(evaluation.models[0][1].config, max(cell.length for cell in cells))
+    longest = max(cell.length for cell in cells)
+    check_length(evaluation.models[0][1].config, longest)
     tokenizer = evaluation.tokenizer
     hay = None if haystack is None else Haystack(tokenizer, text_files(haystack))
     drawn = {
         cell: chain_examples(tokenizer, cell, num_examples=examples, gap=gap, haystack=hay, seed=evaluation.seed)
         for cell in cells
     }
-    rows: list[dict[str, Any]] = []
-    with counted("chains, answered", len(cells) * examples * len(evaluation.models)) as advance:
-        for name, model in evaluation.models:
-            samples = evaluation.samples(model)
-            for score in chain_scores(model, drawn, batch_size=evaluation.batch_size, samples=samples, advance=advance):
-                plain = dataclasses.asdict(score)
-                rows.append({"name": name} | plain.pop("cell") | {"gap": gap} | plain)
-                evaluation.save("chains", rows)
-    evaluation.finish("chains", rows, chain_table)
+
+    def measure(run: Run) -> Iterator[Rows]:
+        for cell in cells:
+            for name, model in run.models:
+                for score in chain_scores(model, {cell: drawn[cell]}, **run.kept(model)):
+                    plain = dataclasses.asdict(score)
+                    yield [{"name": name} | plain.pop("cell") | {"gap": gap} | plain]
+
+    return Measurement("chains", "chains, answered", len(cells) * examples, measure, chain_table, longest=longest)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Iterator
+from typing import Annotated
 
+from rich.console import Group, RenderableType
 from typer import Option
 
-from swa_jax.cli.evaluate.evaluation import Evaluation
-from swa_jax.cli.options import PROMPTS, RUNNING, note_context, numbers
+from swa_jax.cli.evaluate.evaluation import Evaluation, Measurement, Rows, Run
+from swa_jax.cli.options import PROMPTS, RUNNING, numbers
 
 
 def efficiency(
@@ -29,7 +31,7 @@ def efficiency(
             rich_help_panel=RUNNING,
         ),
     ] = 1.0,
-) -> None:
+) -> Measurement:
     """Time to the first token and for each further one, throughput and memory, the patterns in turn in one run.
 
     What a prefill computes and what decoding reads are counted by position.
@@ -38,29 +40,31 @@ def efficiency(
 
     from swa_jax.evaluate.efficiency import measure_efficiency
     from swa_jax.model.flops import some_positions, work_by_position
-    from swa_jax.report import table_console
     from swa_jax.report.evaluation_tables import efficiency_table, position_table
-    from swa_jax.report.progress import counted
 
     sizes = numbers("--lengths", lengths)
     models = evaluation.models
-    config = models[0][1].config
-    note_context(config, max(sizes) + new_tokens)
+    config, longest = models[0][1].config, max(sizes) + new_tokens
     rng = np.random.default_rng(evaluation.seed)
-    rows: list[dict[str, Any]] = []
-    with counted("requests", len(sizes) * len(models) * (repeats + 1)) as advance:
+
+    def measure(run: Run) -> Iterator[Rows]:
         for length in sizes:
             prompts = rng.integers(config.vocab_size, size=(requests, length)).tolist()
-            figures = measure_efficiency(dict(models), prompts, new_tokens=new_tokens, repeats=repeats, advance=advance)
+            figures = measure_efficiency(
+                dict(run.models), prompts, new_tokens=new_tokens, repeats=repeats, advance=run.plain["advance"]
+            )
             about = {"length": length, "new_tokens": new_tokens, "requests": requests}
-            rows += [{"name": name} | about | figures[name] for name, _ in models]
-            evaluation.save("efficiency", rows)
-    positions = some_positions(max(sizes) + new_tokens)
-    counted_rows = [
+            yield [{"name": name} | about | figures[name] for name, _ in run.models]
+
+    by_position = [
         {"name": name} | at._asdict()
         for name, model in models
-        for at in work_by_position(config, model.pattern, positions, full_ratio)
+        for at in work_by_position(config, model.pattern, some_positions(longest), full_ratio)
     ]
-    evaluation.save("efficiency_by_position", counted_rows)
-    table_console().print(position_table(counted_rows))
-    evaluation.finish("efficiency", rows, efficiency_table)
+    evaluation.results["efficiency_by_position"] = by_position
+
+    def table(rows: Rows) -> RenderableType:
+        return Group(position_table(by_position), efficiency_table(rows))
+
+    total = len(sizes) * (repeats + 1)
+    return Measurement("efficiency", "requests", total, measure, table, longest=longest, by_model=False)

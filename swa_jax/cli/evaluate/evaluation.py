@@ -1,20 +1,23 @@
-"""What all kinds of measurement share: their options, the model under its patterns, and where results go."""
+"""What all kinds of measurement share: their options, the model under its patterns, and the loop that measures."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
+from rich.console import RenderableType
 from typer import Option
 
 from swa_jax.cli.groups import Options
 from swa_jax.cli.options import (
     OUTPUT,
     PATTERN,
+    PROMPTS,
     BatchSize,
     ComputeDtype,
     FullDecode,
@@ -27,16 +30,79 @@ from swa_jax.cli.options import (
     check_output,
     find_model,
     load_checkpoint,
+    note_context,
     with_patterns,
 )
 from swa_jax.errors import ConfigError
-from swa_jax.files import read_json, write_json
+from swa_jax.files import check_content, read_document, write_json
 
 if TYPE_CHECKING:
     from swa_jax.data.tokenizer import Tokenizer
     from swa_jax.evaluate.samples import Samples
     from swa_jax.model.decoder import Decoder
-    from swa_jax.report.tables import Table
+
+
+Lengths = Annotated[
+    str, Option(metavar="N,N", help="Tokens of a prompt with its answer, such as 4096,8192.", rich_help_panel=PROMPTS)
+]
+Examples = Annotated[
+    int,
+    Option(
+        metavar="N",
+        help="Prompts, of each task, length and depth where there are several.",
+        min=1,
+        rich_help_panel=PROMPTS,
+    ),
+]
+Depths = Annotated[
+    str | None,
+    Option(
+        help="Where what is asked for stands in the prompt, such as 0,0.5,1. Default: drawn; of needles, in six steps.",
+        show_default=False,
+        rich_help_panel=PROMPTS,
+    ),
+]
+_CONTEXT = "Tokens of a prompt with its answer. Default: the model's context."
+MaxLength = Annotated[
+    int | None, Option(metavar="N", help=_CONTEXT, min=1, show_default=False, rich_help_panel=PROMPTS)
+]
+_ANSWER = "Tokens of an answer. Default: as the task has it; 512 for --problems."
+MaxNewTokens = Annotated[
+    int | None, Option(metavar="N", help=_ANSWER, min=1, show_default=False, rich_help_panel=PROMPTS)
+]
+type Rows = list[dict[str, Any]]
+ANOTHER = "name another folder with --out, or move it away"
+
+
+class Run(NamedTuple):
+    """What a measurement runs with: the model under each pattern, and options of the functions that measure."""
+
+    models: Sequence[tuple[str, Decoder]]
+    plain: dict[str, Any]  # `batch_size`, and `advance`, which is told how many more of what is counted are done
+    kept: Callable[[Decoder], dict[str, Any]]  # the same for a model, and `samples`, of what is known of its examples
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """A kind of measurement, declared: `Evaluation.carry_out` does the same with all kinds.
+
+    Attributes:
+      key: of the rows in results.json.
+      counted: what is counted on the way, for the progress line; total: how many of them there are for one model.
+      measure: gives rows as they are known.
+      table: shows the rows; draw: writes a picture of them into a folder.
+      longest: tokens of the longest sequence, which may be more than the model's context.
+      by_model: rows stand in the order of the models, and not as they come.
+    """
+
+    key: str
+    counted: str
+    total: int
+    measure: Callable[[Run], Iterator[Rows]]
+    table: Callable[[Rows], RenderableType]
+    draw: Callable[[Rows, Path], object] = lambda rows, folder: None
+    longest: int = 0
+    by_model: bool = True
 
 
 class Evaluation(Options):
@@ -70,15 +136,19 @@ class Evaluation(Options):
                 rich_help_panel=OUTPUT,
             ),
         ] = None,
+        as_json: Annotated[
+            bool, Option("--json", help="Print the results as JSON in place of the table.", rich_help_panel=OUTPUT)
+        ] = False,
     ):
         self.model, self.yarn, self.dtype = model, yarn, dtype
         self.sources, self.overrides = pattern or [], Overrides(window, sink_tokens, fa_decode)
         self.batch_size, self.seed, self.out = batch_size, seed, out
         self._kind = ""
         self._settings: dict[str, Any] = {}
-        self._results: dict[str, Any] = {}
+        self.results: dict[str, Any] = {}
+        self.as_json = as_json
         if out is not None:
-            self._results = _read(out / "results.json")
+            self.results = read_document(out / "results.json", "results of `evaluate`", "settings", ANOTHER)
             check_output("--out", out / "results.json")
 
     def begin(self, kind: str, **settings: Any) -> None:
@@ -88,16 +158,12 @@ class Evaluation(Options):
         """
         plain = {name: value if _is_plain(value) else str(value) for name, value in settings.items()}
         plain |= {"batch_size": self.batch_size, "seed": self.seed}
-        before = self._results.get("settings", {}).get(kind)
-        other = "name another folder with --out, or move it away"
-        if before is not None and kind not in self._results.get("unfinished", []):
-            raise ConfigError(f"{self.out} has results of `evaluate {kind}` already: {other}")
-        if before is not None and before != plain:
-            name = next(name for name in {**before, **plain} if before.get(name) != plain.get(name))
-            raise ConfigError(
-                f"{self.out} has an `evaluate {kind}` that was interrupted, with {name} = {before.get(name)} and not "
-                f"{plain.get(name)}: repeat that command to go on, {other}"
-            )
+        before = self.results.get("settings", {}).get(kind)
+        if before is not None and kind not in self.results.get("unfinished", []):
+            raise ConfigError(f"{self.out} has results of `evaluate {kind}` already: {ANOTHER}")
+        if before is not None and self.out is not None:
+            again = f"repeat that command to go on, {ANOTHER}"
+            check_content(self.out, f"an interrupted `evaluate {kind}`", before, plain, again)
         self._kind, self._settings = kind, {kind: plain}
 
     @functools.cached_property
@@ -130,36 +196,12 @@ class Evaluation(Options):
                 for name, model in models
             },
         }
-        for name, value in measured.items():
-            if self._results and self._results.get(name) != value:
-                raise ConfigError(
-                    f"{self.out} has results with another '{name}': name another folder with --out, or move it away"
-                )
-        settings = self._results.get("settings", {}) | self._settings
-        unfinished = sorted({*self._results.get("unfinished", []), self._kind})
-        self._results |= measured | {"settings": settings, "unfinished": unfinished}
+        if self.results and self.out is not None:
+            check_content(self.out, "results", {name: self.results.get(name) for name in measured}, measured, ANOTHER)
+        settings = self.results.get("settings", {}) | self._settings
+        unfinished = sorted({*self.results.get("unfinished", []), self._kind})
+        self.results |= measured | {"settings": settings, "unfinished": unfinished}
         return models
-
-    def samples(self, model: Decoder) -> Samples:
-        """Where what is known of each example is kept and found again: `samples.jsonl`, if there is an --out."""
-        from swa_jax.checkpoint.folder import weights_sum
-        from swa_jax.settings import to_dict
-
-        if self.out is None:
-            return self._samples
-        context = {
-            "weights": weights_sum(self.checkpoint),
-            "config": to_dict(model.config),
-            "dtype": model.embedding[...].dtype.name,
-            "pattern": to_dict(dataclasses.replace(model.pattern, provenance={})),
-        }
-        return self._samples.under(context)
-
-    @functools.cached_property
-    def _samples(self) -> Samples:
-        from swa_jax.evaluate.samples import Samples
-
-        return Samples(None if self.out is None else self.out / "samples.jsonl")
 
     def tokens(self, text: Path) -> list[int]:
         """The tokens of a text, without start tokens: those stand before each sequence that it is cut into."""
@@ -170,43 +212,56 @@ class Evaluation(Options):
             raise ConfigError(f"{text} is empty: name a text with some words in it")
         return tokens
 
-    def save(self, key: str, rows: Sequence[dict[str, Any]]) -> None:
-        """Write what is measured so far, so that an interruption does not cost it."""
-        self._results[key] = rows
-        if self.out is not None:
-            write_json(self.out / "results.json", self._results)
-
-    def finish(
-        self,
-        key: str,
-        rows: Sequence[dict[str, Any]],
-        table: Callable[[Sequence[dict[str, Any]]], Table],
-        draw: Callable[[Path], object] = lambda folder: None,
-    ) -> None:
-        """Print the table, write the results, and draw a picture into their folder."""
+    def carry_out(self, what: Measurement) -> None:
+        """Measure, write what is known as it comes, print the table and draw the picture."""
         from swa_jax.report import table_console
+        from swa_jax.report.progress import counted
 
-        table_console().print(table(rows))
-        unfinished = [kind for kind in self._results.pop("unfinished", []) if kind != self._kind]
-        if unfinished:
-            self._results["unfinished"] = unfinished
-        self.save(key, rows)
+        models, rows = self.models, list[dict[str, Any]]()
+        note_context(models[0][1].config, what.longest)
+        order = {name: place for place, (name, _) in enumerate(models)}
+        total = what.total * len(models)
+        samples = self._samples(total)
+        with counted(what.counted, total) as advance:
+            plain = {"batch_size": self.batch_size, "advance": advance}
+            for new in what.measure(Run(models, plain, lambda model: plain | {"samples": samples(model)})):
+                rows += new
+                if what.by_model:
+                    rows.sort(key=lambda row: order[row["name"]])
+                self._save(what.key, rows)
+        unfinished = [kind for kind in self.results.pop("unfinished", []) if kind != self._kind]
+        self.results |= {"unfinished": unfinished} if unfinished else {}
+        self._save(what.key, rows)
+        if self.as_json:
+            typer.echo(json.dumps(self.results, indent=2))
+        else:
+            table_console().print(what.table(rows))
         if self.out is not None:
-            draw(self.out)
-            typer.echo(f"written to {self.out}")
+            what.draw(rows, self.out)
+            typer.echo(f"written to {self.out}", err=self.as_json)
 
+    def _save(self, key: str, rows: Rows) -> None:
+        self.results[key] = rows
+        if self.out is not None:
+            write_json(self.out / "results.json", self.results)
 
-def _read(file: Path) -> dict[str, Any]:
-    """The results that a folder has already, of other kinds."""
-    if not file.exists():
-        return {}
-    try:
-        results = read_json(file)
-    except ConfigError:
-        results = {}
-    if not isinstance(results.get("settings"), dict):
-        raise ConfigError(f"{file.parent} has results already: name another folder with --out, or move it away")
-    return results
+    def _samples(self, total: int) -> Callable[[Decoder], Samples]:
+        """Where what is known of the examples under a model is kept: in `samples.jsonl`, if there is an --out."""
+        from swa_jax.checkpoint.folder import weights_sum
+        from swa_jax.evaluate.samples import NO_SAMPLES, Samples
+        from swa_jax.settings import to_dict
+
+        if self.out is None:
+            return lambda model: NO_SAMPLES
+        samples, weights = Samples(self.out / "samples.jsonl", total), weights_sum(self.checkpoint)
+        return lambda model: samples.under(
+            {
+                "weights": weights,
+                "config": to_dict(model.config),
+                "dtype": model.embedding[...].dtype.name,
+                "pattern": to_dict(dataclasses.replace(model.pattern, provenance={})),
+            }
+        )
 
 
 def _is_plain(value: Any) -> bool:

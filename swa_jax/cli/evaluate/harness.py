@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from typer import Argument, Option
 
 from swa_jax.cli.evaluate.around import THINKING_WITHOUT_CHAT
-from swa_jax.cli.evaluate.evaluation import Evaluation
+from swa_jax.cli.evaluate.evaluation import Evaluation, MaxLength, Measurement, Rows, Run
 from swa_jax.cli.generate_options import CHAT, Thinking
 from swa_jax.cli.options import PROMPTS
 from swa_jax.errors import ConfigError
@@ -23,15 +24,7 @@ def harness(
     limit: Annotated[
         int | None, Option(help="Only the first N documents of a task.", min=1, rich_help_panel=PROMPTS)
     ] = None,
-    max_length: Annotated[
-        int | None,
-        Option(
-            help="Tokens of a request with its answer. Default: the model's context.",
-            min=1,
-            show_default=False,
-            rich_help_panel=PROMPTS,
-        ),
-    ] = None,
+    max_length: MaxLength = None,
     chat: Annotated[
         bool,
         Option(
@@ -41,7 +34,7 @@ def harness(
         ),
     ] = False,
     thinking: Thinking = None,
-) -> None:
+) -> Measurement:
     """Tasks of lm-evaluation-harness; needs the extra `eval`."""
     from swa_jax.data.chat import chat_text
     from swa_jax.evaluate.harness import HarnessModel, run_harness  # an extra, [eval]
@@ -50,10 +43,15 @@ def harness(
     if thinking is not None and not chat:
         raise ConfigError(THINKING_WITHOUT_CHAT)
     asked = chat_text(evaluation.checkpoint, thinking) if chat else None
-    rows: list[dict[str, Any]] = []
     tokenizer = evaluation.tokenizer
-    for name, model in evaluation.models:
-        adapted = HarnessModel(model, tokenizer, batch_size=evaluation.batch_size, max_length=max_length, chat=asked)
-        rows += [{"name": name} | row for row in run_harness(adapted, tasks, folder=folder, limit=limit)]
-        evaluation.save("harness", rows)
-    evaluation.finish("harness", rows, harness_table)
+
+    def measure(run: Run) -> Iterator[Rows]:
+        for name, model in run.models:
+            adapted = HarnessModel(
+                model, tokenizer, batch_size=evaluation.batch_size, max_length=max_length, chat=asked
+            )
+            rows = run_harness(adapted, tasks, folder=folder, limit=limit)
+            run.plain["advance"](1)
+            yield [{"name": name} | row for row in rows]
+
+    return Measurement("harness", "patterns", 1, measure, harness_table)

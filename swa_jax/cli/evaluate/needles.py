@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
 
 from typer import Option
 
 from swa_jax.cli.evaluate.around import Around
-from swa_jax.cli.evaluate.evaluation import Evaluation
+from swa_jax.cli.evaluate.evaluation import Evaluation, Examples, Measurement, Rows, Run
 from swa_jax.cli.options import (
     PROMPTS,
     Haystack,
     Length,
     NumKeys,
+    check_length,
     draw_needles,
     fractions,
-    note_context,
     note_whole_prompts,
 )
 
@@ -27,48 +29,38 @@ MORE_TOKENS = 2  # than the longest answer has, so that an end token shows
 def needles(
     evaluation: Evaluation,
     around: Around,
-    examples: Annotated[int, Option(help="Prompts.", min=1, rich_help_panel=PROMPTS)] = DEFAULT_EXAMPLES,
+    examples: Examples = DEFAULT_EXAMPLES,
     length: Length = 1024,
     depths: Annotated[
         str, Option(help="Where the needles lie, as fractions of the prompt, taken in turn.", rich_help_panel=PROMPTS)
     ] = DEFAULT_DEPTHS,
     keys: NumKeys = 1,
     haystack: Haystack = None,
-) -> None:
+) -> Measurement:
     """Needles found, loss of the answers, memory and speed."""
     from swa_jax.evaluate.measure import measure_pattern, score_by_depth
     from swa_jax.report import needle_heat_map, pattern_table
-    from swa_jax.report.progress import counted
 
     places = fractions(depths)
     wrap = around.wrap(evaluation.checkpoint, "a needle's question")
     models, tokenizer = evaluation.models, evaluation.tokenizer
-    note_context(models[0][1].config, length)
+    check_length(models[0][1].config, length)
     drawn = draw_needles(tokenizer, examples, length, keys, haystack, places, evaluation.seed, wrap)
     note_whole_prompts([(name, model.pattern) for name, model in models], max(len(example.prompt) for example in drawn))
     longest = max(len(example.answer) for example in drawn)
-    rows: list[dict[str, Any]] = []
     by_depth: list[list[float]] = []
-    with counted("needles, answered and scored", 2 * len(drawn) * len(models)) as advance:
-        for name, model in models:
+
+    def measure(run: Run) -> Iterator[Rows]:
+        for name, model in run.models:
             row, answers = measure_pattern(
-                name,
-                model,
-                tokenizer,
-                drawn,
-                max_new_tokens=longest + MORE_TOKENS,
-                batch_size=evaluation.batch_size,
-                samples=evaluation.samples(model),
-                advance=advance,
+                name, model, tokenizer, drawn, max_new_tokens=longest + MORE_TOKENS, **run.kept(model)
             )
-            rows.append(row)
             by_depth.append(score_by_depth(answers.scores, len(places)))
-            evaluation.save("rows", rows)
-    evaluation.finish(
-        "rows",
-        rows,
-        pattern_table,
-        lambda folder: needle_heat_map(
-            by_depth, [name for name, _ in models], [f"{depth:.0%}" for depth in places], folder / "needles.png"
-        ),
-    )
+            yield [row]
+
+    def draw(rows: Rows, folder: Path) -> None:
+        across = [f"{depth:.0%}" for depth in places]
+        needle_heat_map(by_depth, [row["name"] for row in rows], across, folder / "needles.png")
+
+    total = 2 * len(drawn)
+    return Measurement("rows", "needles, answered and scored", total, measure, pattern_table, draw, longest=length)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
 from swa_jax.cli.evaluate.around import Around
-from swa_jax.cli.evaluate.evaluation import Evaluation
+from swa_jax.cli.evaluate.evaluation import Evaluation, MaxLength, MaxNewTokens, Measurement, Rows, Run
 from swa_jax.cli.groups import Options
 from swa_jax.cli.options import PROMPTS
 from swa_jax.errors import ConfigError
@@ -45,16 +47,7 @@ class Sets(Options):
             rich_help_panel=FILES,
         ),
     ] = None
-    max_new_tokens: Annotated[
-        int | None,
-        Option(
-            help="Tokens of an answer. Default: as many as the set says, 512 for --problems.",
-            metavar="N",
-            min=1,
-            show_default=False,
-            rich_help_panel=PROMPTS,
-        ),
-    ] = None
+    max_new_tokens: MaxNewTokens = None
 
     def read(self, judged: bool) -> list[Question]:
         """All questions. Raises `ConfigError` where there are none, or what belongs to a set is missing."""
@@ -90,16 +83,7 @@ def questions(
             rich_help_panel=FILES,
         ),
     ] = None,
-    max_length: Annotated[
-        int | None,
-        Option(
-            help="Tokens of a prompt with its answer. Default: the model's context.",
-            metavar="N",
-            min=1,
-            show_default=False,
-            rich_help_panel=PROMPTS,
-        ),
-    ] = None,
+    max_length: MaxLength = None,
     cut_middle: Annotated[
         bool,
         Option(
@@ -108,28 +92,26 @@ def questions(
             rich_help_panel=PROMPTS,
         ),
     ] = False,
-) -> None:
+) -> Measurement:
     """Questions about long texts, from LongBench, LongBench v2 and LongMemEval, and problems, from your files."""
     from swa_jax.evaluate.judges import find_judge
     from swa_jax.evaluate.question_scores import score_questions
     from swa_jax.files import write_json
     from swa_jax.report.evaluation_tables import questions_table
-    from swa_jax.report.progress import counted
 
     asked = sets.read(judged=judge is not None)
     verdict = None if judge is None else find_judge(judge)
     wrap = around.wrap(evaluation.checkpoint)
-    models, tokenizer = evaluation.models, evaluation.tokenizer
-    answers: dict[str, list[dict[str, Any]]] = {}
+    tokenizer = evaluation.tokenizer
+    answers: dict[str, Rows] = {}
 
-    def keep(name: str, records: list[dict[str, Any]]) -> None:
+    def keep(name: str, records: Rows) -> None:
         answers[name] = records
         if evaluation.out is not None:
             write_json(evaluation.out / "answers.json", answers)
 
-    rows: list[dict[str, Any]] = []
-    with counted("questions", len(asked) * len(models)) as advance:
-        for name, model in models:
+    def measure(run: Run) -> Iterator[Rows]:
+        for name, model in run.models:
             scores, records = score_questions(
                 model,
                 tokenizer,
@@ -138,12 +120,10 @@ def questions(
                 cut_middle=cut_middle,
                 wrap=wrap,
                 judge=verdict,
-                keep=lambda records, name=name: keep(name, records),  # type: ignore[misc]
-                batch_size=evaluation.batch_size,
-                samples=evaluation.samples(model),
-                advance=advance,
+                keep=functools.partial(keep, name),
+                **run.kept(model),
             )
             keep(name, records)
-            rows += [{"name": name} | dataclasses.asdict(score) for score in scores]
-            evaluation.save("questions", rows)
-    evaluation.finish("questions", rows, questions_table)
+            yield [{"name": name} | dataclasses.asdict(score) for score in scores]
+
+    return Measurement("questions", "questions", len(asked), measure, questions_table)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
 from swa_jax.cli.evaluate.around import Around
-from swa_jax.cli.evaluate.evaluation import Evaluation
+from swa_jax.cli.evaluate.evaluation import Depths, Evaluation, Measurement, Rows, Run
 from swa_jax.cli.evaluate.needles import DEFAULT_DEPTHS
 from swa_jax.cli.evaluate.needles import DEFAULT_EXAMPLES as NEEDLES
 from swa_jax.cli.evaluate.ruler import DEFAULT_EXAMPLES as RULER_PROMPTS
 from swa_jax.cli.evaluate.ruler import Grid, RulerPrompts
 from swa_jax.cli.groups import Options
-from swa_jax.cli.options import PROMPTS, NumKeys, draw_needles, fractions, note_context
+from swa_jax.cli.options import PROMPTS, NumKeys, check_length, draw_needles, fractions
 from swa_jax.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,14 +54,7 @@ def routing(
             rich_help_panel=PROMPTS,
         ),
     ] = None,
-    depths: Annotated[
-        str | None,
-        Option(
-            help="Depths of the needle, such as 0,0.5,1. Default: 0 to 1 in six steps; with --ruler, drawn.",
-            show_default=False,
-            rich_help_panel=PROMPTS,
-        ),
-    ] = None,
+    depths: Depths = None,
     examples: Annotated[
         int | None,
         Option(
@@ -73,12 +67,11 @@ def routing(
         ),
     ] = None,
     keys: NumKeys = 1,
-) -> None:
+) -> Measurement:
     """Where a routed (switch) model takes full attention: by layer on a text, by the needle's depth on prompts."""
     from swa_jax.evaluate.routing import check_routed, measure_routing
     from swa_jax.report import routing_chart
     from swa_jax.report.evaluation_tables import routing_table
-    from swa_jax.report.progress import counted
 
     if examples == 0 and plain.text is None:
         raise ConfigError("--examples 0 leaves nothing to look at: name a text with --text")
@@ -89,30 +82,30 @@ def routing(
     for _, model in models:
         check_routed(model.pattern)
     tokens = plain.tokens(evaluation)
-    note_context(models[0][1].config, max(plain.text_length if tokens else 0, *(grid.lengths if count else (0,))))
+    check_length(models[0][1].config, max(plain.text_length if tokens else 0, *(grid.lengths if count else (0,))))
     cells: dict[Cell, list[Example]] = {}
     if ruler and count:
         for made in grid.fitting(tokenizer).cells(tokenizer):
             cells |= made
     elif count:
         cells = _needle_cells(tokenizer, grid, keys, prompts.haystack, evaluation.seed, wrap)
-    rows, charts, start = [], [], tokenizer.start_ids
-    about: dict[str, Any] = {"length": plain.text_length, "start": start, "batch_size": evaluation.batch_size}
-    sequences = len(tokens) // max(1, plain.text_length - len(start)) + sum(map(len, cells.values()))
-    with counted("sequences", sequences * len(models)) as advance:
-        for name, model in models:
-            measured = measure_routing(name, model, tokens, cells, **about, advance=advance)
-            rows += measured.rows
-            charts.append((measured.by_layer, measured.by_depth))
-            evaluation.save("routing", rows)
+    start, charts = tokenizer.start_ids, []
 
-    def draw(folder: Path) -> None:
+    def measure(run: Run) -> Iterator[Rows]:
+        for name, model in run.models:
+            measured = measure_routing(name, model, tokens, cells, length=plain.text_length, start=start, **run.plain)
+            charts.append((measured.by_layer, measured.by_depth))
+            yield measured.rows
+
+    def draw(rows: Rows, folder: Path) -> None:
         for number, (by_layer, by_depth) in enumerate(charts, start=1):
             if by_layer or by_depth:
                 name = "routing.png" if number == 1 else f"routing-{number}.png"
                 routing_chart(by_layer, by_depth, folder / name)
 
-    evaluation.finish("routing", rows, routing_table, draw)
+    total = len(tokens) // max(1, plain.text_length - len(start)) + sum(map(len, cells.values()))
+    longest = max([plain.text_length if tokens else 0, *(cell[1] for cell in cells)])
+    return Measurement("routing", "sequences", total, measure, routing_table, draw, longest)
 
 
 def _needle_cells(

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option, echo
 
 from swa_jax.cli.evaluate.around import Around
-from swa_jax.cli.evaluate.evaluation import Evaluation
+from swa_jax.cli.evaluate.evaluation import Depths, Evaluation, Examples, Lengths, MaxNewTokens, Measurement, Rows, Run
 from swa_jax.cli.groups import Options
-from swa_jax.cli.options import PROMPTS, Haystack, fractions, note_context, numbers, text_files
+from swa_jax.cli.options import PROMPTS, Haystack, check_length, fractions, numbers, text_files
 from swa_jax.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,20 +30,8 @@ ALL, QA = "all", "qa"
 class RulerPrompts(Options):
     """How RULER's prompts are made."""
 
-    lengths: Annotated[
-        str,
-        Option(help="Tokens of a prompt with its answer, such as 4096,8192.", metavar="N,N", rich_help_panel=PROMPTS),
-    ] = "1024"
-    max_new_tokens: Annotated[
-        int | None,
-        Option(
-            help="Tokens of an answer. Default: RULER's, 30 to 128 by the task.",
-            metavar="N",
-            min=1,
-            show_default=False,
-            rich_help_panel=PROMPTS,
-        ),
-    ] = None
+    lengths: Lengths = "1024"
+    max_new_tokens: MaxNewTokens = None
     haystack: Haystack = None
     squad: Annotated[Path | None, Option(help="SQuAD's JSON, for the task qa_1.", rich_help_panel=PROMPTS)] = None
     hotpotqa: Annotated[Path | None, Option(help="HotpotQA's JSON, for the task qa_2.", rich_help_panel=PROMPTS)] = None
@@ -175,49 +163,29 @@ def ruler(
             "without a file that the lengths have room for, and with --depths those that have a depth.",
         ),
     ] = None,
-    depths: Annotated[
-        str | None,
-        Option(
-            help="A grid of these depths, such as 0,0.5,1. Default: drawn as RULER does.",
-            show_default=False,
-            rich_help_panel=PROMPTS,
-        ),
-    ] = None,
-    examples: Annotated[
-        int, Option(help="Prompts for each task, length and depth.", metavar="N", min=1, rich_help_panel=PROMPTS)
-    ] = DEFAULT_EXAMPLES,
-) -> None:
+    depths: Depths = None,
+    examples: Examples = DEFAULT_EXAMPLES,
+) -> Measurement:
     """RULER's tasks: how much of what is asked for the answers have."""
     from swa_jax.evaluate.ruler_scores import ruler_scores
     from swa_jax.report import needle_heat_map, ruler_heat
     from swa_jax.report.evaluation_tables import ruler_table
-    from swa_jax.report.progress import counted
 
     wrap = around.wrap(evaluation.checkpoint, "RULER's prompts")
+    tokenizer = evaluation.tokenizer
     grid = prompts.grid(tasks or [ALL], depths, examples, evaluation.seed, wrap)
-    models, tokenizer = evaluation.models, evaluation.tokenizer
-    note_context(models[0][1].config, max(grid.lengths))
+    check_length(evaluation.models[0][1].config, max(grid.lengths))
     grid = grid.fitting(tokenizer)
-    by_model: list[list[dict[str, Any]]] = [[] for _ in models]
-    rows: list[dict[str, Any]] = []
-    with counted("RULER's prompts", grid.num_prompts * len(models)) as advance:
+
+    def measure(run: Run) -> Iterator[Rows]:
         for cells in grid.cells(tokenizer):
-            for (name, model), scored in zip(models, by_model, strict=True):
-                scores = ruler_scores(
-                    model,
-                    tokenizer,
-                    cells,
-                    batch_size=evaluation.batch_size,
-                    samples=evaluation.samples(model),
-                    advance=advance,
-                )
-                scored += [{"name": name} | dataclasses.asdict(score) for score in scores]
-            rows = list(itertools.chain(*by_model))
-            evaluation.save("ruler", rows)
-    across = "Length (tokens)" if grid.depths is None else "Depth of the needle in the prompt"
-    evaluation.finish(
-        "ruler",
-        rows,
-        ruler_table,
-        lambda folder: needle_heat_map(*ruler_heat(rows), folder / "ruler.png", title="RULER", column_title=across),
-    )
+            for name, model in run.models:
+                scores = ruler_scores(model, tokenizer, cells, **run.kept(model))
+                yield [{"name": name} | dataclasses.asdict(score) for score in scores]
+
+    def draw(rows: Rows, folder: Path) -> None:
+        across = "Length (tokens)" if grid.depths is None else "Depth of the needle in the prompt"
+        needle_heat_map(*ruler_heat(rows), folder / "ruler.png", title="RULER", column_title=across)
+
+    longest = max(grid.lengths)
+    return Measurement("ruler", "RULER's prompts", grid.num_prompts, measure, ruler_table, draw, longest)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import json
 import shutil
 
 import jax.numpy as jnp
@@ -16,10 +15,10 @@ from tiny_models import BYTES, SOFTMAX, byte_checkpoint, make
 from swa_jax.checkpoint.folder import load_model, save_model
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate import Example
+from swa_jax.files import digest
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select import LayerScorer, MaskEvaluator
-from swa_jax.select.score_file import ScoreFile
 
 FULL = np.ones((LAYERS, KV_HEADS), bool)
 
@@ -46,8 +45,7 @@ def test_a_saturated_model_is_not_taken_for_another(tmp_path):
     alone = MaskEvaluator(other, examples, **options)
     np.testing.assert_allclose(scored(FULL), alone(FULL), atol=1e-3)  # full attention does not tell them apart
     assert not np.allclose(scored(~FULL), alone(~FULL), rtol=1e-3)
-    scored.save()
-    with pytest.raises(ConfigError, match="holds scores of another model: its weights differ"):
+    with pytest.raises(ConfigError, match=r"masks of other content \(other weights, so that it is of another model"):
         MaskEvaluator(other, examples, file=file, **options)
     again = MaskEvaluator(saturated(), examples, file=file, **options)  # the same weights, made anew
     assert again.num_evaluations == 2
@@ -66,21 +64,21 @@ def test_models_that_score_alike_have_files_of_their_own(scorer, tmp_path):
         made()
     else:
         made(np.ones((2, 1), bool))
-        made.save()
     before = file.read_bytes()
     graph, state = nnx.split(mute(0))
     half = nnx.merge(graph, nnx.map_state(lambda _, x: x.replace(x[...].astype(jnp.bfloat16)), state))
     for said, options in (
-        ("scores of another model: its weights differ", {"model": mute(1)}),
-        ("scores of another model: its weights differ", {"model": half}),
-        ("made with other examples", {"examples": [Example(list(range(20)), [5, 7], [])]}),
+        ("other weights, so that it is of another model", {"model": mute(1)}),
+        ("other weights, so that it is of another model", {"model": half}),
+        ("other examples", {"examples": [Example(list(range(20)), [5, 7], [])]}),
     ):
         with pytest.raises(ConfigError, match=said):
             make_scorer(**options)
     assert file.read_bytes() == before
     file.unlink()
-    make_scorer(weights="a folder's").save() if scorer is MaskEvaluator else make_scorer(weights="a folder's")()
-    with pytest.raises(ConfigError, match="made with dtype = float32, this search has bfloat16"):
+    made = make_scorer(weights="a folder's")
+    made(np.ones((2, 1), bool)) if scorer is MaskEvaluator else made()
+    with pytest.raises(ConfigError, match="dtype was float32 there and is bfloat16 here"):
         make_scorer(half, weights="a folder's")
 
 
@@ -95,16 +93,15 @@ def test_every_option_that_decides_is_in_the_key(scorer, tmp_path):
     given = {name: 4 if default is None else default for name, default in deciding.items()}
     made = scorer(model, examples, file=tmp_path / "scores.json", weights="a", **given)
     made() if scorer is LayerScorer else made(np.ones((2, 1), bool))
-    made._file.save()
     for name, value in given.items():
         other = {bool: lambda x: not x, str: lambda x: f"not {x}"}.get(type(value), lambda x: x + 1)
         changed = given | {name: other(value)}
-        with pytest.raises(ConfigError, match=f"made with {name} = {value}, this search has {changed[name]}"):
+        with pytest.raises(ConfigError, match=f"{name} was {value} there and is {changed[name]} here"):
             scorer(model, examples, file=tmp_path / "scores.json", weights="a", **changed)
 
 
 def test_the_content_key_sees_what_decides_and_nothing_else():
-    from swa_jax.select.score_file import content_key, digest
+    from swa_jax.select.content import content_key
 
     model = Decoder(SOFTMAX, make("wwww"), rngs=nnx.Rngs(0))
     examples = [Example([1, 2, 3], [4], ["four"]), Example([5, 6], [7, 8], [])]
@@ -163,30 +160,9 @@ def test_weights_changed_under_the_same_path_are_noticed(tmp_path, byte_tokenize
     kernel[...] = kernel[...] * (1 + 1e-5)
     save_model(model, checkpoint, tokenizer_from=byte_tokenizer.parent)
     assert fails("select", "nll", checkpoint, *options) == (
-        f"{tmp_path / 'scores.json'} holds scores of another model: its weights differ: name another file, or remove "
-        "this one to start over"
+        f"{tmp_path / 'scores.json'} holds scores of layers of other content (other weights, so that it is of another "
+        "model): name another file, or remove this one to start over"
     )
     assert (tmp_path / "p.json").read_bytes() == before
     stale = (*options[:-4], "--resume-file", tmp_path / "new.json", "--out", tmp_path / "p.json")
     run("select", "nll", checkpoint, *stale)
-
-
-@pytest.mark.parametrize("damage", range(12))
-def test_a_damaged_file_is_one_sentence(tmp_path, damage):
-    file, rng = tmp_path / "scores.json", np.random.default_rng(damage)
-    kept = ScoreFile(file, {"sliding_window": 6}, "scores of masks")
-    kept.scores = {f"{i:04b}": [i / 7, -i / 3] for i in range(16)}
-    kept.save()
-    assert ScoreFile(file, {"sliding_window": 6}, "scores of masks").scores == kept.scores
-    data, place = bytearray(file.read_bytes()), int(rng.integers(file.stat().st_size - 1))
-    if damage % 3 == 0:
-        data = data[:place]
-    elif damage % 3 == 1:
-        data[place] ^= 1 << int(rng.integers(8))
-    else:
-        stored = json.loads(data)
-        stored[rng.choice(list(stored))] = [None, 3, "x"][damage // 3 % 3]
-        data = json.dumps(stored).encode()
-    file.write_bytes(data)
-    with pytest.raises(ConfigError, match=r"scores.json .*(to start over|holds no scores of masks)"):
-        ScoreFile(file, {"sliding_window": 6}, "scores of masks")
