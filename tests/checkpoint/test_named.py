@@ -119,7 +119,7 @@ def test_commands_read_a_model_by_its_name_to_the_end(words, tmp_path):
     run(*words, "--window", 48, "--examples", 2, "--length", 256, *out)
 
 
-# ---- adapters: scripts/make_adapter_goldens.py ----
+# ---- adapters: `python -m scripts.goldens adapters` ----
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,18 +1,4 @@
-"""Draw faults by a program, plant them one at a time, and see which the tests notice.
-
-    python scripts/draw_faults.py --trace                 # once: which lines each test runs
-    python scripts/draw_faults.py --seed 1 --count 200    # draws, and tries what has no result yet
-    python scripts/draw_faults.py --again                 # what survived, after tests were added
-    python scripts/draw_faults.py --again --slow          # the same, by the tests of `make test-slow`
-
-`scripts/mutations.py` says which slips there are. Each turn over the files of the packages, in an order that the seed
-decides, draws one slip a file: first its kind, then its place. For a file of tests that has been traced, the tests run
-that run the slip's line, the fastest first; of the others, those in the folder of the same name and those that name the
-module or the function, whole.
-
-The list is the results file: stop and go on as you like, also when code has moved. A slip that no test can see is
-marked there by hand: its `result` is "equivalent", and `why` says why. `timeout`: the tests did not end.
-"""
+"""Faults that a program draws, and the tests that each needs."""
 
 import argparse
 import ast
@@ -29,20 +15,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import plant_faults
-from mutations import Slip, slips
-from plant_faults import CAUGHT, MARKS, MISSED, SHARE, TIMEOUT, Copy, Fault, Trials
-
+from scripts.faults.slips import Slip, slips
+from scripts.faults.trials import CAUGHT, MARKS, MISSED, ROOT, SHARE, TIMEOUT, Copy, Fault, try_all
 from swa_jax.errors import ConfigError
 from swa_jax.files import read_json, sum_of_json, write_text
 
-ROOT = plant_faults.ROOT
 PACKAGES = ("swa_jax", "pallas_kernels", "launch")
 LIST = ROOT / "scripts" / "drawn_faults.json"
 TRACES = ROOT / "runs" / "traces"
 QUICK = "--xla_backend_optimization_level=0"  # as in `make test`
 SLOW = "slow and not long"  # as in `make test-slow`
-SECONDS = 300
+SECONDS = 300  # for the tests of one fault
 AT_FIRST = 20.0  # seconds of the fastest tests, or two files that were not traced
 EQUIVALENT = "equivalent"
 
@@ -141,15 +124,15 @@ def traced(tests: Path) -> list[dict[str, Any]] | None:
 
 
 def trace(seconds: float) -> None:
-    """Run each file of tests that has no trace; see scripts/trace_tests.py."""
+    """Run each file of tests that has no trace; see trace.py."""
     for tests in test_files():
         if traced(tests) is None:
             out = trace_of(tests)
             partial = out.with_suffix(".partial")
             out.parent.mkdir(parents=True, exist_ok=True)
             partial.unlink(missing_ok=True)
-            paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}", "TRACE_TO": str(partial)}
-            command = ["-m", "pytest", "-q", "-p", "trace_tests", "-m", MARKS, str(tests.relative_to(ROOT))]
+            paths = {"PYTHONPATH": str(ROOT), "TRACE_TO": str(partial)}
+            command = ["-m", "pytest", "-q", "-p", "scripts.faults.trace", "-m", MARKS, str(tests.relative_to(ROOT))]
             print(tests.relative_to(ROOT), flush=True)
             subprocess.run([sys.executable, *command], cwd=ROOT, env=os.environ | paths, timeout=seconds, check=False)
             partial.touch()
@@ -210,24 +193,12 @@ def text_of(file: Path) -> str:
 # The trials
 
 
-class DrawnTrials(Trials):
-    """Results go into the rows of the list."""
-
-    def __init__(self, copy: Copy, file: Path, seed: int, rows: list[dict[str, Any]]):
-        super().__init__([copy], file, {}, {})
-        self.seed, self.rows = seed, rows
-
-    def _try(self, copy: Copy, fault: Fault) -> tuple[str, str]:
-        try:
-            return super()._try(copy, fault)
-        except ConfigError:
-            copy.failing(fault.stages[0])  # raises, if pytest cannot run anyway
-            return CAUGHT, "pytest does not start"
-
-    def write(self, fault: Fault, result: dict[str, Any]) -> None:
-        row = next(row for row in self.rows if (found := found_again(row)) and found.name == fault.name)
-        row.update(result)
-        save(self.file, self.seed, self.rows)
+def try_drawn(copy: Copy, fault: Drawn) -> tuple[str, str]:
+    try:
+        return copy.try_one(fault)
+    except ConfigError:
+        copy.failing(fault.stages[0])  # raises, if pytest cannot run anyway
+        return CAUGHT, "pytest does not start"
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
@@ -238,59 +209,37 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
     return ", ".join(f"{n} {result}" for result, n in count.items() if n) + f"{share}; {left} not tried"
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--count", type=int, default=200, help="faults to draw (default: 200)")
-    parser.add_argument(
-        "--out", type=Path, default=LIST, help="the list with its results (default: scripts/drawn_faults.json)"
-    )
-    parser.add_argument(
-        "--list",
-        action="store_true",
-        help="print the faults still to try, their tests and the results so far; run nothing",
-    )
-    parser.add_argument("--trace", action="store_true", help="find out which lines each test runs")
-    parser.add_argument("--again", action="store_true", help="try again what was not caught")
-    parser.add_argument("--slow", action="store_true", help="by the tests of `make test-slow`")
-    parser.add_argument("--timeout", type=float, default=SECONDS, help=f"seconds a run of tests (default: {SECONDS})")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    given = parse(arguments)
+def main(given: argparse.Namespace) -> int:
+    seconds, out = given.timeout or SECONDS, given.out or LIST
     if not given.slow:
         os.environ["XLA_FLAGS"] = f"{QUICK} {os.environ.get('XLA_FLAGS', '')}"
     if given.trace:
-        trace(4 * given.timeout)
+        trace(4 * seconds)
         return 0
-    if given.out.exists():
-        kept = read_json(given.out)
+    if out.exists():
+        kept = read_json(out)
     else:
         kept = {"seed": given.seed, "faults": [row_of(fault) for fault in draw(given.seed, given.count)]}
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        save(given.out, kept["seed"], kept["faults"])
+        out.parent.mkdir(parents=True, exist_ok=True)
+        save(out, kept["seed"], kept["faults"])
     rows = kept["faults"]
     open_results = (None, MISSED, TIMEOUT) if given.again else (None,)
-    to_try = [fault for row in rows if row.get("result") in open_results and (fault := found_again(row))]
+    found = [(row, found_again(row)) for row in rows if row.get("result") in open_results]
+    row_of_fault = {fault.name: row for row, fault in found if fault}
+    to_try = [fault for _, fault in found if fault]
     if given.list:
         for fault in to_try:
             print(fault.name, *(f"    {test}" for stage in fault.stages for test in stage[:5]), sep="\n")
         print(summary(rows))
         return 0
+
+    def keep(fault: Drawn, result: dict[str, Any]) -> None:
+        row_of_fault[fault.name].update(result)
+        save(out, kept["seed"], rows)
+
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        copy = Copy(Path(folder).resolve(), given.timeout, SLOW if given.slow else MARKS)
-        trials = DrawnTrials(copy, given.out, kept["seed"], rows)
-        for fault in to_try:
-            trials(fault)
+        copy = Copy(Path(folder).resolve(), seconds, SLOW if given.slow else MARKS)
+        try_all(to_try, functools.partial(try_drawn, copy), keep)
     print(summary(rows))
     caught = sum(row.get("result") == CAUGHT for row in rows)
     return 0 if caught >= SHARE * sum(row.get("result") != EQUIVALENT for row in rows) else 1
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)

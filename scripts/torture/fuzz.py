@@ -1,10 +1,8 @@
 """Damage model folders at random, import them, and check that nothing bad follows.
 
-    python scripts/fuzz_import.py --count 5000 --seed 0 --json fuzz.json
-
 Small models of several families (the goldens of the tests, with a tokenizer; in shards, in blocks of FP8, in MXFP4)
 are damaged in their configuration, RoPE, companions, headers, payloads, indexes and by links
-(`import_mutations.py`), and imported. Checkpoint folders are damaged too, and their manifests made to fit, so that the
+(`mutations.py`), and imported. Checkpoint folders are damaged too, and their manifests made to fit, so that the
 checks behind the sums are reached. It is an error if
 
 - anything but one sentence that a user may read is raised, or a process hangs,
@@ -13,7 +11,6 @@ checks behind the sums are reached. It is an error if
 - something half-written is left.
 """
 
-import argparse
 import collections
 import contextlib
 import dataclasses
@@ -25,20 +22,17 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 import traceback
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
-import import_mutations as mutations
 import jax
 import ml_dtypes
 import numpy as np
 import tokenizers
 from safetensors.numpy import load_file, save_file
 
+from scripts.torture import mutations
 from swa_jax.checkpoint.folder import load_model, open_checkpoint
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.tensor_names import expected_tensors
@@ -47,13 +41,7 @@ from swa_jax.families import model_config
 from swa_jax.files import sum_of_file, sum_of_json
 from swa_jax.model.config import ModelConfig
 
-GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "golden"
-CASES = (
-    "qwen3-full", "qwen2-hybrid", "llama3-rope", "llama-yarn", "mistral-window", "gemma2-hybrid", "gemma3-hybrid",
-    "olmo3-hybrid", "cohere2-hybrid", "exaone4-hybrid", "smollm3-hybrid", "granite-full", "phi3-window",
-    "qwen3-moe-window", "mellum-moe-hybrid", "gpt-oss-hybrid", "granite-swa-hybrid", "ministral3-window",
-    "starcoder2-window",
-)  # fmt: skip
+GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden"
 SECRET = b'{"api_key": "hunter2 hunter2 hunter2"}'
 SECONDS = 60  # for one import
 
@@ -64,7 +52,7 @@ SECONDS = 60  # for one import
 def make_bases(folder: Path) -> list[Path]:
     """The whole models that copies are made of."""
     bases = []
-    for case in CASES:
+    for case in mutations.KEYS["models"]:
         base = folder / case
         ignore = shutil.ignore_patterns("golden.safetensors", "generation.safetensors", "legacy_config.json")
         bases.append(shutil.copytree(GOLDEN / case, base, ignore=ignore))
@@ -241,13 +229,14 @@ class Fuzz:
                 raise Bad(f"{name} is a copy of a file outside the source")
         opened = open_checkpoint(destination)
         check_sane(opened.config, opened.pattern)
+        largest = 0.0
         for name, array in opened.read(list(opened.tensors)):
-            if not np.isfinite(array.astype(np.float32)).all():
+            if not np.isfinite(values := array.astype(np.float32)).all():
                 raise Bad(f"tensor {name} is not finite")
+            largest = max(largest, float(np.abs(values).max()))
         key = (opened.config, opened.pattern)
         if self.logits and key not in self.seen:
             self.seen.add(key)
-            largest = max(float(np.abs(a.astype(np.float32)).max()) for _, a in opened.read(list(opened.tensors)))
             logits = np.asarray(jax.jit(load_model(destination))(np.arange(12)[None] % 7))
             self.counts["models run"] += 1
             if largest < 1e4 and not np.isfinite(logits).all():  # a flipped bit may make a weight as large as it can be
@@ -257,9 +246,8 @@ class Fuzz:
 def manifest(folder: Path, rng: random.Random, secret: Path) -> str:
     """The manifest itself, or files beside those that it lists."""
     if rng.random() < 0.5:
-        file = (
-            folder / "weights" / rng.choice(["model-00009-of-00009.safetensors", ".x", "model.safetensors.index.json"])
-        )
+        names = ["model-00009-of-00009.safetensors", ".x", "model.safetensors.index.json"]
+        file = folder / "weights" / rng.choice(names)
         if not file.exists():
             file.write_bytes(secret.read_bytes())
         return f"{file.name} is there too"
@@ -295,12 +283,9 @@ def fuzz(
             signal.alarm(SECONDS)
             try:
                 run.once()
-            except Bad as problem:
-                bad.append(f"{number}: {run.what}: {problem}")
-                if stop:
-                    break
-            except Exception:
-                bad.append(f"{number}: {run.what} {traceback.format_exc()[-3000:]}")
+            except Exception as problem:
+                told = problem if isinstance(problem, Bad) else traceback.format_exc()[-3000:]
+                bad.append(f"{number}: {run.what}: {told}")
                 if stop:
                     break
             finally:
@@ -313,26 +298,3 @@ def fuzz(
 
 def _too_long(*_: Any) -> None:
     raise Bad(f"no answer in {SECONDS} s")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=5000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0, help="number of the first folder, to see one again")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
-    options = parser.parse_args()
-    began = time.monotonic()
-    counts, bad = fuzz(options.count, options.seed, first=options.first)
-    figures = {"seed": options.seed, "folders damaged": options.count, **counts, "bad": len(bad)}
-    figures["seconds"] = round(time.monotonic() - began)
-    for key, value in figures.items():
-        print(f"{key:40} {value}")
-    if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
-    if bad:
-        raise SystemExit("\n".join(bad))
-
-
-if __name__ == "__main__":
-    main()

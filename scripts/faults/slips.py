@@ -9,27 +9,26 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-ARITHMETIC = {
-    ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "+"), ast.Div: ("/", "*"), ast.FloorDiv: ("//", "/"),
-    ast.Mod: ("%", "//"), ast.Pow: ("**", "*"), ast.BitAnd: ("&", "|"), ast.BitOr: ("|", "&"),
-}  # fmt: skip
-COMPARISONS = {
-    ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="),
-    ast.NotEq: ("!=", "=="), ast.In: ("in", "not in"), ast.NotIn: ("not in", "in"), ast.Is: ("is", "is not"),
-    ast.IsNot: ("is not", "is"),
-}  # fmt: skip
+
+def _table(text: str) -> dict[type, tuple[str, str]]:
+    """By class of an operator, how it is written, and what it becomes; `_` stands for a space."""
+    rows = (row.split() for row in text.split(", "))
+    return {getattr(ast, name): (old.replace("_", " "), new.replace("_", " ")) for name, old, new in rows}
+
+
+ARITHMETIC = _table("Add + -, Sub - +, Mult * +, Div / *, FloorDiv // /, Mod % //, Pow ** *, BitAnd & |, BitOr | &")
+COMPARISONS = _table(
+    "Lt < <=, LtE <= <, Gt > >=, GtE >= >, Eq == !=, NotEq != ==, In in not_in, NotIn not_in in, Is is is_not, "
+    "IsNot is_not is"
+)
 # Calls that say something, or whose two arguments may change places.
 SAY = {"print", "warn", "say", "echo", "log", "info", "debug", "progress", "Option", "Argument", "TypeVar", "cast"}
-SYMMETRIC = {
-    "max", "min", "maximum", "minimum", "swapaxes", "logical_and", "logical_or", "add", "multiply", "gcd", "isclose",
-    "array_equal", "promote_types", "allclose",
-}  # fmt: skip
+SYMMETRIC = {"max", "min", "maximum", "minimum", "swapaxes", "logical_and", "logical_or", "add", "multiply", "gcd"}
+SYMMETRIC |= {"isclose", "array_equal", "promote_types", "allclose"}
 # Keywords that change how fast something is, or how it reads, and no result.
-HINTS = {
-    "name", "cost_estimate", "compiler_params", "donate_argnums", "donate_argnames", "progress", "unroll", "encoding",
-    "indent", "stacklevel", "daemon", "help", "metavar", "rich_help_panel", "flush", "file_name", "ensure_ascii",
-    "description", "strict", "errors", "check_vma", "precision", "mode", "exist_ok",
-}  # fmt: skip
+HINTS = {"name", "cost_estimate", "compiler_params", "donate_argnums", "donate_argnames", "progress", "unroll"}
+HINTS |= {"encoding", "indent", "stacklevel", "daemon", "help", "metavar", "rich_help_panel", "flush", "file_name"}
+HINTS |= {"ensure_ascii", "description", "strict", "errors", "check_vma", "precision", "mode", "exist_ok"}
 
 
 class Slip(NamedTuple):

@@ -1,6 +1,6 @@
-"""Which lines of the packages each test runs: a plugin of pytest, for scripts/draw_faults.py.
+"""Which lines of the packages each test runs: a plugin of pytest, for `draw.py`.
 
-    PYTHONPATH=.:scripts TRACE_TO=lines.jsonl python -m pytest -p trace_tests tests/data
+    TRACE_TO=lines.jsonl python -m pytest -p scripts.faults.trace tests/data
 
 Adds to the file TRACE_TO a line of JSON for each test that passes: its `test` (node id), its `seconds`, and its
 `lines`: by file of a package, the numbers of those that ran, as bits in hexadecimal. Processes that a test starts count
@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("swa_jax", "pallas_kernels", "launch")
 TOOL = sys.monitoring.COVERAGE_ID
 EVENTS = sys.monitoring.events
@@ -45,7 +45,7 @@ def file_of(name: str, known: dict[str, str] = {}) -> str:  # noqa: B006
 
 
 def start() -> None:
-    sys.monitoring.use_tool_id(TOOL, "trace_tests")
+    sys.monitoring.use_tool_id(TOOL, "trace")
     sys.monitoring.register_callback(TOOL, EVENTS.PY_START, started)
     sys.monitoring.register_callback(TOOL, EVENTS.LINE, line)
     sys.monitoring.set_events(TOOL, EVENTS.PY_START)
@@ -99,7 +99,7 @@ class Plugin:
 def pytest_configure(config):
     start()
     children = Path(tempfile.mkdtemp(prefix="trace-"))
-    (children / "sitecustomize.py").write_text("import trace_tests\ntrace_tests.in_child()\n")
+    (children / "sitecustomize.py").write_text("from scripts.faults.trace import in_child\nin_child()\n")
     os.environ["TRACE_CHILDREN"] = str(children)
-    os.environ["PYTHONPATH"] = f"{children}:{os.environ.get('PYTHONPATH', '')}"
+    os.environ["PYTHONPATH"] = f"{children}:{ROOT}:{os.environ.get('PYTHONPATH', '')}"
     config.pluginmanager.register(Plugin(Path(os.environ["TRACE_TO"]), children))

@@ -1,20 +1,12 @@
-"""What transformers makes of the config.json files in tests/families/configs: tests/families/config_goldens.json.
+"""What transformers makes of the config.json files in tests/families/configs, and of configurations without any key.
 
-For every file whose model transformers itself can build: the number of tensors of a checkpoint, a SHA-256 of their
-names and shapes, and which layers are windowed. Models are built on torch's meta device, so their size costs nothing.
-And default_configs.json: of each family, the config.json of a model that was asked for without any key.
-
-The test suite reads the results and needs neither torch nor transformers. To write them again, in the environment of
-`scripts/make_goldens.py`:
-
-    /tmp/oracle/bin/python scripts/make_config_goldens.py
+Of every file whose model transformers can build: the number of tensors of a checkpoint, a SHA-256 of their names and
+shapes, and which layers are windowed. Models are built on torch's meta device, so that their size costs nothing.
 """
 
-import copy
 import hashlib
 import json
 import re
-from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
@@ -22,15 +14,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-ROOT = Path(__file__).parents[1]
+from scripts.goldens.cases import ROOT, write_json
+
 FAMILIES = ROOT / "tests" / "families"
-
-
-def read_config(file: Path):
-    """The configuration of a file, less its quantisation, which changes no name of a plain checkpoint."""
-    keys = copy.deepcopy(json.loads(file.read_text()))
-    keys.pop("quantization_config", None)
-    return AutoConfig.for_model(keys.pop("model_type"), **keys)
 
 
 def tensors_of(config) -> dict[str, list[int]]:
@@ -70,29 +56,24 @@ def default_configs() -> dict[str, dict]:
     return found
 
 
-def main() -> None:
+def write_configs(given) -> None:
     lines = (f" {json.dumps(name)}: {json.dumps(keys)}" for name, keys in default_configs().items())
     (FAMILIES / "default_configs.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    goldens = {}
-    for file in sorted((FAMILIES / "configs").glob("*.json")):
-        keys = json.loads(file.read_text())
-        known = keys["model_type"] in CONFIG_MAPPING
-        kind = CONFIG_MAPPING[keys["model_type"]] if known else None  # it loads lazily: `get` finds nothing
-        if kind not in MODEL_FOR_CAUSAL_LM_MAPPING or "text_config" in keys:
-            print(f"{file.stem}: transformers has no text model of model_type {keys['model_type']}")
+    file = FAMILIES / "config_goldens.json"
+    goldens = json.loads(file.read_text()) if given.only else {}
+    for source in sorted((FAMILIES / "configs").glob("*.json")):
+        if given.only and source.stem not in given.only:
             continue
-        config = read_config(file)
-        tensors = tensors_of(config)
-        letters, window = windows_of(config)
-        goldens[file.stem] = {
-            "tensors": len(tensors),
-            "sha256": digest(tensors),
-            "layers": letters,
-            "sliding_window": window,
-        }
-        print(f"{file.stem}: {len(tensors)} tensors, {letters} {window}")
-    (FAMILIES / "config_goldens.json").write_text(json.dumps(goldens, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+        keys = json.loads(source.read_text())
+        family = keys.pop("model_type")
+        known = family in CONFIG_MAPPING  # which loads lazily: `get` finds nothing
+        if not known or CONFIG_MAPPING[family] not in MODEL_FOR_CAUSAL_LM_MAPPING or "text_config" in keys:
+            print(f"{source.stem}: transformers has no text model of model_type {family}")
+            continue
+        keys.pop("quantization_config", None)  # which changes no name of a plain checkpoint
+        config = AutoConfig.for_model(family, **keys)
+        tensors, (letters, window) = tensors_of(config), windows_of(config)
+        row = {"tensors": len(tensors), "sha256": digest(tensors), "layers": letters, "sliding_window": window}
+        goldens[source.stem] = row
+        print(f"{source.stem}: {len(tensors)} tensors, {letters} {window}")
+    write_json(file, dict(sorted(goldens.items(), key=lambda item: f"{item[0]}.json")))

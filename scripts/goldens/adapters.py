@@ -1,44 +1,33 @@
-"""Write tests/checkpoint/peft_adapters: adapters as Hugging Face's PEFT saves them, and what PEFT computes with them.
-
-Run in a Python with torch, transformers and peft:
-
-    /path/to/python scripts/make_adapter_goldens.py
+"""Adapters as Hugging Face's PEFT saves them, and what PEFT computes with them.
 
 A test merges them by `swa_jax.checkpoint.adapter` and compares the logits.
 """
 
 import shutil
-from pathlib import Path
 
 import numpy as np
 import peft
 import torch
 import transformers
 
-ROOT = Path(__file__).parents[1]
-GOLDEN, OUT = ROOT / "tests" / "golden", ROOT / "tests" / "checkpoint" / "peft_adapters"
+from scripts.goldens.cases import GOLDEN, ROOT
+
+OUT = ROOT / "tests" / "checkpoint" / "peft_adapters"
+JOINED = {"target_modules": ["qkv_proj", "gate_up_proj"], "r": 3, "lora_alpha": 9}
+PATTERNS = {"target_modules": "all-linear", "r": 3, "lora_alpha": 5, "use_rslora": True, "modules_to_save": ["lm_head"]}
+PATTERNS["rank_pattern"] = {"down_proj": 2}
+PATTERNS["alpha_pattern"] = {"layers.1.self_attn.q_proj": 40, "up_proj": 1}
 CASES = {  # the golden model, and settings of PEFT that change what the adapters mean
     "plain": ("qwen3-hybrid", {"target_modules": ["q_proj", "v_proj"], "r": 4, "lora_alpha": 6}),
-    "patterns": (
-        "llama-plain",
-        {
-            "target_modules": "all-linear",
-            "r": 3,
-            "lora_alpha": 5,
-            "use_rslora": True,
-            "rank_pattern": {"down_proj": 2},
-            "alpha_pattern": {"layers.1.self_attn.q_proj": 40, "up_proj": 1},
-            "modules_to_save": ["lm_head"],
-        },
-    ),
-    "joined": ("phi3-full", {"target_modules": ["qkv_proj", "gate_up_proj"], "r": 3, "lora_alpha": 9}),
+    "patterns": ("llama-plain", PATTERNS),
+    "joined": ("phi3-full", JOINED),
 }
 
 
-def main() -> None:
-    shutil.rmtree(OUT, ignore_errors=True)
+def write_adapters(given) -> None:
+    torch.manual_seed(0)  # PEFT draws too
     generator = torch.Generator().manual_seed(0)
-    for name, (base, settings) in CASES.items():
+    for name, (base, settings) in CASES.items():  # all are drawn, so that one alone is drawn as it is among all
         model = transformers.AutoModelForCausalLM.from_pretrained(
             GOLDEN / base, dtype=torch.float32, attn_implementation="eager"
         )
@@ -49,11 +38,10 @@ def main() -> None:
                 parameter.add_(0.15 * torch.randn(parameter.shape, generator=generator))
             tokens = torch.randint(1, model.config.vocab_size, (2, 24), generator=generator)
             logits = tuned(tokens, use_cache=False).logits.numpy()
+        if given.only and name not in given.only:
+            continue
+        shutil.rmtree(OUT / name, ignore_errors=True)
         tuned.save_pretrained(OUT / name)
         (OUT / name / "README.md").unlink(missing_ok=True)
         np.savez(OUT / name / "logits.npz", tokens=tokens.numpy().astype(np.int32), logits=logits)
         print(f"{name}: {base}, {sum(file.stat().st_size for file in (OUT / name).iterdir())} bytes")
-
-
-if __name__ == "__main__":
-    main()

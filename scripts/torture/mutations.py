@@ -1,4 +1,4 @@
-"""What `fuzz_import.py` does to a model folder: one function for each kind of damage.
+"""What `fuzz.py` does to a model folder: one function for each kind of damage.
 
 Each takes the folder, a source of random numbers and a file outside the folder that nobody may read from, and returns
 what it did, for the report.
@@ -14,47 +14,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 Mutation = Callable[[Path, random.Random, Path], str]
 
 NAN, INFINITY = float("nan"), float("inf")
-VALUES: list[Any] = [
-    None, True, False, -1, 0, 1, 2, 3, 7, 10**9, 10**30, -(10**30),
-    2**31, 2**63, 1e308, -1e308, 1e-300, 1e-320, 0.5, -1.5, 1e9, NAN, INFINITY, -INFINITY,
-    "", "x", "1", "1e-5", "nan", "silu", "\x00", "\ud800", [], [1], [None], ["x"], [[]], {},
-    {"a": 1}, {"rope_type": "yarn"}, [1] * 50, ["full_attention"] * 4, ["sliding_attention"] * 3, [{}],
-]  # fmt: skip
-KEYS = [
-    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "layer_norm_eps", "rope_theta",
-    "rope_scaling", "rope_parameters", "rope_local_base_freq", "tie_word_embeddings", "initializer_range", "hidden_act",
-    "hidden_activation", "attention_bias", "mlp_bias", "layer_types", "sliding_window", "use_sliding_window",
-    "max_window_layers", "sliding_window_pattern", "query_pre_attn_scalar", "attn_logit_softcapping",
-    "final_logit_softcapping", "attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling",
-    "logit_scale", "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
-    "mlp_layer_types", "mlp_only_layers", "decoder_sparse_step", "no_rope_layers", "no_rope_layer_interval",
-    "swiglu_limit", "swiglu_alpha", "partial_rotary_factor", "original_max_position_embeddings", "dtype", "torch_dtype",
-    "architectures", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id", "is_causal", "use_mrope",
-    "text_config", "attention_dropout", "use_cache", "transformers_version", "use_qk_norm",
-    "use_bidirectional_attention", "layer_rope_theta", "norm_epsilon", "use_bias", "attention_out_bias",
-]  # fmt: skip
-ROPE_KEYS = [
-    "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings",
-    "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
-    "truncate", "short_factor", "long_factor", "partial_rotary_factor", "full_attention", "sliding_attention",
-    "llama_4_scaling_beta",
-]  # fmt: skip
-ROPE_TYPES = ["default", "linear", "llama3", "yarn", "longrope", "dynamic", "su", "proportional"]
-GENERATION_KEYS = [
-    "bos_token_id", "eos_token_id", "pad_token_id", "do_sample", "temperature", "top_k", "top_p", "max_new_tokens",
-    "max_length", "repetition_penalty", "transformers_version",
-]  # fmt: skip
-COMPANIONS = [
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "generation_config.json",
-    "special_tokens_map.json",
-    "vocab.json",
-]
+INTEGERS = [-1, 0, 1, 2, 3, 7, 10**9, 10**30, -(10**30), 2**31, 2**63]
+FLOATS = [1e308, -1e308, 1e-300, 1e-320, 0.5, -1.5, 1e9, NAN, INFINITY, -INFINITY]
+TEXTS = ["", "x", "1", "1e-5", "nan", "silu", "\x00", "\ud800"]
+LISTS = [[], [1], [None], ["x"], [[]], {}, {"a": 1}, {"rope_type": "yarn"}, [1] * 50, ["full_attention"] * 4]
+VALUES: list[Any] = [None, True, False, *INTEGERS, *FLOATS, *TEXTS, *LISTS, ["sliding_attention"] * 3, [{}]]
+KEYS = yaml.safe_load(Path(__file__).with_name("fuzz.yaml").read_text())
 SHARD = "model-00001-of-00003.safetensors"
 
 
@@ -118,28 +88,24 @@ def mutate_json(file: Path, rng: random.Random, keys: list[str]) -> str:
 
 
 def config(folder: Path, rng: random.Random, secret: Path) -> str:
-    return mutate_json(folder / "config.json", rng, KEYS)
+    return mutate_json(folder / "config.json", rng, KEYS["config"])
 
 
 def rope(folder: Path, rng: random.Random, secret: Path) -> str:
     """Rotary embeddings of every type with values that may be absurd."""
     file = folder / "config.json"
     hf = json.loads(file.read_text())
-    settings: dict[str, Any] = {
-        "rope_type": rng.choice(ROPE_TYPES),
-        "factor": rng.choice([0.5, 1, 2.0, 8, a_value(rng, 4.0)]),
-    }
+    settings: dict[str, Any] = {"rope_type": rng.choice(KEYS["rope_types"])}
+    settings["factor"] = rng.choice([0.5, 1, 2.0, 8, a_value(rng, 4.0)])
     half = (hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]) // 2
     settings |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     settings |= {"short_factor": [1.0] * half, "long_factor": [4.0] * half}
     for _ in range(rng.choice([0, 1, 1, 2])):
-        key = rng.choice(ROPE_KEYS)
+        key = rng.choice(KEYS["rope"])
         settings[key] = a_value(rng, settings.get(key))
     if rng.random() < 0.3:
-        settings = {
-            "full_attention": settings,
-            "sliding_attention": rng.choice([settings, {"rope_type": "default"}, 3]),
-        }
+        other = rng.choice([settings, {"rope_type": "default"}, 3])
+        settings = {"full_attention": settings, "sliding_attention": other}
     hf[rng.choice(["rope_scaling", "rope_parameters"])] = settings
     if rng.random() < 0.5:
         hf["rope_theta"] = a_value(rng, hf.get("rope_theta"))
@@ -148,19 +114,17 @@ def rope(folder: Path, rng: random.Random, secret: Path) -> str:
 
 
 def companion(folder: Path, rng: random.Random, secret: Path) -> str:
-    return mutate_json(folder / rng.choice(COMPANIONS), rng, [*GENERATION_KEYS, "eos_token", "model", "added_tokens"])
+    return mutate_json(
+        folder / rng.choice(KEYS["companions"]), rng, [*KEYS["generation"], "eos_token", "model", "added_tokens"]
+    )
 
 
 def pattern(folder: Path, rng: random.Random, secret: Path) -> str:
     """A `pattern.json` beside the model, as our export writes it."""
     layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
     kinds = ["full_attention", "sliding_attention", "head_hybrid_attention", "switch_attention"]
-    data = {
-        "layer_types": [rng.choice(kinds) for _ in range(layers)],
-        "sliding_window": 8,
-        "num_sink_tokens": 1,
-        "version": 1,
-    }
+    data: dict[str, Any] = {"layer_types": [rng.choice(kinds) for _ in range(layers)], "sliding_window": 8}
+    data |= {"num_sink_tokens": 1, "version": 1}
     file = folder / "pattern.json"
     file.write_text(json.dumps(data))
     return mutate_json(file, rng, [*data, "full_kv_heads", "full_attention_decode", "provenance"])
@@ -188,24 +152,21 @@ def header(folder: Path, rng: random.Random, secret: Path) -> str:
     file = shard_of(folder, rng)
     entries, payload = split(file)
     name = rng.choice([key for key in entries if key != "__metadata__"])
-    kind = rng.choice(
-        ["value", "offset", "shape", "dtype", "rename", "twice", "copy", "drop", "swap", "metadata", "text"]
-    )
+    kinds = ["value", "offset", "shape", "dtype", "rename", "twice", "copy", "drop", "swap", "metadata", "text"]
+    kind = rng.choice(kinds)
     entry = entries[name]
     if kind == "value":
         entry[rng.choice([*entry, "x"])] = a_value(rng)
     elif kind == "offset":
         entry["data_offsets"][rng.randrange(2)] += rng.choice([-8, -1, 1, 4, 10**6, 2**63])
     elif kind == "shape":
-        entry["shape"] = rng.choice(
-            [entry["shape"][::-1], [*entry["shape"], 1], [], [-1, -36], [0], [2**40, 2**40], [1.0]]
-        )
+        shape = entry["shape"]
+        entry["shape"] = rng.choice([shape[::-1], [*shape, 1], [], [-1, -36], [0], [2**40, 2**40], [1.0]])
     elif kind == "dtype":
         entry["dtype"] = rng.choice(["F16", "BF16", "F64", "I32", "U8", "F8_E4M3", "F4", "", "float32", None])
     elif kind == "rename":
-        entries[rng.choice([name.upper(), "", "../x", name + "\n", "\x00", "mtp.x", name + "_scale_inv"])] = (
-            entries.pop(name)
-        )
+        new = rng.choice([name.upper(), "", "../x", name + "\n", "\x00", "mtp.x", name + "_scale_inv"])
+        entries[new] = entries.pop(name)
     elif kind == "copy":
         entries["copy"] = entry
     elif kind == "drop":
@@ -261,22 +222,10 @@ def index(folder: Path, rng: random.Random, secret: Path) -> str:
         file.write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
     data = json.loads(file.read_text())
     places = data["weight_map"]
-    name, kind = (
-        rng.choice(list(places)),
-        rng.choice(["place", "value", "drop", "more", "text", "shard", "map", "again"]),
-    )
-    elsewhere = [
-        "../secret.safetensors",
-        str(secret),
-        "",
-        ".",
-        "..",
-        "model.safetensors",
-        "a/b",
-        "\x00",
-        SHARD,
-        "x" * 300,
-    ]
+    name = rng.choice(list(places))
+    kind = rng.choice(["place", "value", "drop", "more", "text", "shard", "map", "again"])
+    elsewhere = ["../secret.safetensors", str(secret), "", ".", "..", "model.safetensors", "a/b", "\x00", SHARD]
+    elsewhere.append("x" * 300)
     if kind == "place":
         places[name] = rng.choice([*elsewhere, *VALUES])
     elif kind == "value":
@@ -301,7 +250,14 @@ def index(folder: Path, rng: random.Random, secret: Path) -> str:
 
 def links(folder: Path, rng: random.Random, secret: Path) -> str:
     """A file of the folder is a link, a folder, a pipe, or cannot be read."""
-    names = [*COMPANIONS, "config.json", "merges.txt", "chat_template.jinja", "pattern.json", "model.safetensors"]
+    names = [
+        *KEYS["companions"],
+        "config.json",
+        "merges.txt",
+        "chat_template.jinja",
+        "pattern.json",
+        "model.safetensors",
+    ]
     file = folder / rng.choice([*names, "model.safetensors.index.json", "hf_quant_config.json"])
     kind = rng.choice(["secret", "secret", "relative", "dangling", "loop", "folder", "pipe", "inside", "null", "etc"])
     kept = file.read_bytes() if file.is_file() else None

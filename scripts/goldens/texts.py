@@ -1,11 +1,9 @@
-"""Write tests/golden/texts.json: what transformers makes of drawn chat templates, messages and tokenizer files.
+"""What transformers makes of drawn chat templates, messages and tokenizer files.
 
-    /tmp/oracle/bin/python scripts/make_text_goldens.py
-
-The environment is that of `make_goldens.py`. A case has the files of a model's folder, the tokens that have a name,
-the ids that end a reply, and chats: messages with tools or documents, and their text (null where transformers refuses
-them). tests/data/test_text_goldens.py compares. Left out is where we read a second file and transformers does not: a
-`special_tokens_map.json` beside a list of added tokens, `config.json` beside a generation_config.json without ends.
+A case has the files of a model's folder, the tokens that have a name, the ids that end a reply, and chats: messages
+with tools or documents, and their text (null where transformers refuses them). Left out is where we read a second file
+and transformers does not: a `special_tokens_map.json` beside a list of added tokens, `config.json` beside a
+generation_config.json without ends.
 """
 
 import json
@@ -19,7 +17,9 @@ import tokenizers
 import transformers
 from transformers import AutoTokenizer, GenerationConfig
 
-OUT = Path(__file__).resolve().parents[1] / "tests" / "golden" / "texts.json"
+from scripts.goldens.cases import GOLDEN
+
+OUT = GOLDEN / "texts.json"
 SEED, COUNT, CHATS = 0, 40, 5
 WORDS = ("<unk>", "<s>", "</s>", "<pad>", "<image>", "<call>", "<turn>", "hi")
 TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "cls_token", "image_token", "turn_token")
@@ -166,9 +166,8 @@ def expected(files: dict[str, Any], chats: list[dict[str, Any]]) -> dict[str, An
     return {"tokens": tokenizer.special_tokens_map, "ends": ids, "texts": texts}
 
 
-def main() -> None:
-    rng = random.Random(SEED)
-    cases = []
+def write_texts(given) -> None:
+    rng, cases = random.Random(SEED), []
     for _ in range(COUNT):
         files, chats = draw_files(rng), [draw_chat(rng) for _ in range(CHATS)]
         cases.append({"files": files, "chats": chats, **expected(files, chats)})
@@ -176,7 +175,3 @@ def main() -> None:
     OUT.write_text(f'{{"transformers": "{transformers.__version__}", "seed": {SEED}, "cases": [\n{lines}\n]}}\n')
     refused = sum(text is None for case in cases for text in case["texts"])
     print(f"{OUT}: {len(cases)} folders of {CHATS} chats, {refused} chats refused")
-
-
-if __name__ == "__main__":
-    main()
