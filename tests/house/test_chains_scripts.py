@@ -1,4 +1,4 @@
-"""scripts/train_chains.py, compare_windows.py and chains_card.py: stopped and resumed, passed early, a hybrid from a
+"""`python -m scripts.chains` and `scripts.compare windows`: stopped and resumed, passed early, a hybrid from a
 random start, a table of known runs, and a card of known scores."""
 
 import json
@@ -9,6 +9,8 @@ import pytest
 import yaml
 from compiled_chains import CLASSES, LAYERS, SERVES, WINDOW_SIZE, compiled_chains, small_tokenizer
 
+from scripts.chains import card, train
+from scripts.compare import windows
 from swa_jax import load_model
 from swa_jax.data.lessons import write_tokenizer
 from swa_jax.model.layer_types import FULL, WINDOW
@@ -16,11 +18,6 @@ from swa_jax.settings import load_config
 from swa_jax.train.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def scripts(load_script):
-    return load_script("train_chains"), load_script("chains_card")
 
 
 def test_the_curriculum_grows():
@@ -56,12 +53,11 @@ def tiny(tmp_path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_and_ends_stages_early(scripts, tiny, monkeypatch):
-    train, _ = scripts
+def test_a_run_goes_on_and_ends_stages_early(tiny, monkeypatch):
     monkeypatch.setattr(train, "CHECK_TOKENS", 64 * 16)
 
     def run(output, *more):
-        options = ("--config", tiny / "tiny.yaml", "--tokenizer", tiny / "tokenizer", "--output", tiny / output)
+        options = ("--config", tiny / "tiny.yaml", "--output", tiny / output, f"tokenizer={tiny / 'tokenizer'}")
         train.main([str(word) for word in (*options, *more)])
         with np.load(tiny / output / "state.npz") as saved:
             return {name: saved[name] for name in saved.files}
@@ -86,8 +82,7 @@ def test_a_run_goes_on_and_ends_stages_early(scripts, tiny, monkeypatch):
     assert (early["stage"], early["steps"]) == (2, 4)
 
 
-def test_a_hybrid_is_checked_beyond_its_window(scripts, tiny, monkeypatch):
-    train, _ = scripts
+def test_a_hybrid_is_checked_beyond_its_window(tiny, monkeypatch):
     changes = [f"output={tiny / 'hybrid'}", f"tokenizer={tiny / 'tokenizer'}", "pattern=interleave-1-in-2"]
     run = train.Run(
         load_config(TrainConfig, tiny / "tiny.yaml", [*changes, "sliding_window=4", "nope_full_layers=true"]), gap=48
@@ -108,31 +103,27 @@ def test_a_hybrid_is_checked_beyond_its_window(scripts, tiny, monkeypatch):
         assert asked.pop() == gap
 
 
-def test_the_table_of_windows_tells_what_was_not_learned(load_script, tmp_path):
-    windows = load_script("compare_windows")
+def test_the_table_of_windows_tells_what_was_not_learned(tmp_path):
     ends = {  # by seed: of each stage the tokens and the accuracy at its end
         0: [(200_000, 0.5), (400_000, 0.93)],
         1: [(300_000, 0.91), (900_000, 0.7)],
-        2: [(300_000, 0.91)],  # goes on
     }
+    done = {}
     for seed, stages in ends.items():
-        folder = windows.folder_of(tmp_path, "window 4", seed)
-        folder.mkdir()
         lines = [
             {"stage": stage, "tokens": tokens + more, "accuracy": {"1": accuracy}}
             for stage, (tokens, accuracy) in enumerate(stages)
             for more in (-50_000, 0)
         ]
-        (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        (folder / f"stage-{len(stages)}").mkdir()
-    assert windows.table(tmp_path, [0, 1, 2]).splitlines()[2:] == [
+        (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        done[json.dumps(["window 4", seed])] = {"ends": windows.ends_of(tmp_path)}
+    assert windows.table(done, [0, 1, 2]).splitlines()[2:] == [
         "| window 4 | 0, 1 | 0.20 (not learned), 0.30 | 0.40, 0.90 (not learned) | 0.65 |"
     ]
 
 
 @pytest.mark.long
-def test_the_card_of_the_compiled_model(scripts):
-    _, card = scripts
+def test_the_card_of_the_compiled_model():
     tokenizer = small_tokenizer()
     model = compiled_chains(tokenizer)
     wanted = card.Card(hops=(1, 3), rivals=(3,), lengths=(128,), window=WINDOW_SIZE, examples=32)

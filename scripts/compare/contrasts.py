@@ -1,29 +1,25 @@
 """What `swa-jax compare` found, contrast by contrast: is one method above another, and could these prompts tell?
 
-    python scripts/contrast_methods.py runs/compare-chains --docs docs/results.md
+    python -m scripts.compare contrasts runs/compare-chains --docs docs/results.md
 
 It reads `results.json` of that folder and prints two tables: each method's score at each share of windowed KV heads,
 and the contrasts that the papers claim, or that we do. A contrast is paired by prompt, over the seeds that both have.
 Beside its difference stands the smallest one that so many prompts would have shown in four cases of five (the power).
 Several folders are several models, asked the same prompts; each must have one seed, which stands for its model.
 With `--margin`, of one folder, it prints instead which choices are not inferior to full attention by so many points.
-`--docs` puts the tables between `<!-- contrasts: … -->`, with the folders' names, and `<!-- end of contrasts -->` of
-a document.
+The place in a document is named by the folders: `<!-- contrasts: compare-chains -->`.
 """
-
-from __future__ import annotations
 
 import argparse
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from documents import put_between
 
-from swa_jax.errors import ConfigError, UserError
+from scripts.compare.runner import ROOT, Comparison, markdown
+from swa_jax.errors import ConfigError
 from swa_jax.estimates import Estimate, accuracy_interval, detectable, paired_accuracy, paired_score
 from swa_jax.files import read_json
 
@@ -135,39 +131,30 @@ def tables(scores: Scores, plain: Mapping[str, Sequence[float]], of: str = "seed
     methods = list(dict.fromkeys(name for name, _ in scores))
     some = next(iter(scores.values()))
     n, seeds = len(next(iter(some.values()))), max(len(one) for one in scores.values())
-    lines = [
-        f"Answers right, %: the mean over {seeds} {of}s with its 95 % interval over {n} prompts, then each {of}. "
-        + "; ".join(f"`{name}`: {', '.join(f'{100 * one:.0f}' for one in row)}" for name, row in plain.items())
-        + ".",
-        "",
-        f"| windowed KV heads | {' | '.join(f'{100 * ratio:g} %' for ratio in ratios)} |",
-        "|---|" + "---|" * len(ratios),
-    ]
+    told = "; ".join(f"`{name}`: {', '.join(f'{100 * one:.0f}' for one in row)}" for name, row in plain.items())
+    said = f"Answers right, %: the mean over {seeds} {of}s with its 95 % interval over {n} prompts, then each {of}."
+    first = []
     for method in methods:
         cells = []
         for ratio in ratios:
             by_seed = scores.get((method, ratio))
             each = ", ".join(f"{100 * exact.mean():.0f}" for _, exact in sorted((by_seed or {}).items()))
             cells.append(f"{_points(mean_of(by_seed))}: {each}" if by_seed else "")
-        lines.append(f"| {method} | {' | '.join(cells)} |")
-    lines += [
-        "",
-        f"| claimed by | claim | windowed | difference, points | by {of} | would have been seen from | verdict |",
-        "|---|---|---|---|---|---|---|",
-    ]
+        first.append([method, *cells])
+    rows = []
     for claim in CLAIMS:
         for ratio in ratios:
             pair = [scores.get((name, ratio)) for name in (claim.better, claim.worse)]
             if pair[0] is None or pair[1] is None or not set(pair[0]) & set(pair[1]):
                 continue
             whole, by = contrast(pair[0], pair[1])
-            told = verdict(whole, by, [mean_of(pair[0]), mean_of(pair[1])], of)
+            found = verdict(whole, by, [mean_of(pair[0]), mean_of(pair[1])], of)
             each = ", ".join(f"{100 * one.mean:+.0f}" for one in by)
-            lines.append(
-                f"| {claim.source} | {claim.better} above {claim.worse} | {100 * ratio:g} % | {_points(whole, '+')} | "
-                f"{each} | {100 * detectable(whole):.0f} | {told} |"
-            )
-    return "\n".join(lines) + "\n"
+            cells = [claim.source, f"{claim.better} above {claim.worse}", f"{100 * ratio:g} %", _points(whole, "+")]
+            rows.append([*cells, each, f"{100 * detectable(whole):.0f}", found])
+    scored = markdown(["windowed KV heads", *(f"{100 * ratio:g} %" for ratio in ratios)], first)
+    head = ["claimed by", "claim", "windowed", "difference, points", f"by {of}", "would have been seen from", "verdict"]
+    return f"{said} {told}.\n\n{scored}\n\n{markdown(head, rows)}"
 
 
 def against_full(file: Path, margin: float) -> str:
@@ -184,14 +171,10 @@ def against_full(file: Path, margin: float) -> str:
     full = {seed: np.array(plain["full"]["right"]) for by_seed in scores.values() for seed in by_seed}
     bytes_of = {(row["name"], row.get("ratio")): row["kv_cache_bytes"] for row in read_json(file)["rows"]}
     n, seeds = len(plain["full"]["right"]), len(full)
-    lines = [
-        f"{n} prompts, {seeds} {'seed' if seeds == 1 else 'seeds'} of choosing; full attention answers "
-        f"{_points(mean_of(full))} %.",
-        "",
-        "| method | windowed KV heads | KV cache, % of full | difference to full, points | would have been seen from | "
-        f"against a margin of {margin:g} |",
-        "|---|---|---|---|---|---|",
-    ]
+    of_choosing = f"{n} prompts, {seeds} {'seed' if seeds == 1 else 'seeds'} of choosing"
+    head = ["method", "windowed KV heads", "KV cache, % of full", "difference to full, points"]
+    head += ["would have been seen from", f"against a margin of {margin:g}"]
+    rows = []
     for (method, ratio), by_seed in scores.items():
         whole, _ = contrast(by_seed, full)
         assert whole.low is not None
@@ -201,38 +184,30 @@ def against_full(file: Path, margin: float) -> str:
         told = "inferior" if 100 * whole.high < -margin else told
         difference = f"{100 * whole.mean:+.1f} [{100 * whole.low:.1f}, {100 * whole.high:.1f}]"
         cells = (method, f"{100 * ratio:g} %", f"{100 * share:.1f}", difference, f"{100 * detectable(whole):.1f}", told)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        rows.append(cells)
+    return f"{of_choosing}; full attention answers {_points(mean_of(full))} %.\n\n{markdown(head, rows)}"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("results", type=Path, nargs="+", help="the folders that `swa-jax compare --out` wrote")
+    parser.add_argument("--margin", type=float, help="points: only which choices are not inferior to full attention")
+
+
+def comparison(options: argparse.Namespace) -> Comparison:
+    if options.margin is not None and (len(options.results) > 1 or options.docs):
+        raise ConfigError("--margin takes one folder, and no --docs: the marks there are those of the other tables")
+
+    def report() -> str:
+        if options.margin is not None:
+            return against_full(options.results[0] / "results.json", options.margin)
+        text = tables(*read_models(options.results), "model" if len(options.results) > 1 else "seed")
+        return f"Made at revision {revision()}.\n\n{text}"
+
+    names = " ".join(folder.name for folder in options.results)
+    return Comparison(f"contrasts: {names}", [], lambda done: (report(), []))
 
 
 def revision() -> str:
     """Of this repository, in brief."""
-    root = Path(__file__).resolve().parent
-    told = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True)
+    told = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return told.stdout.strip() or "unknown"
-
-
-def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, nargs="+", help="the folders that `swa-jax compare --out` wrote")
-    parser.add_argument("--margin", type=float, help="points: only which choices are not inferior to full attention")
-    parser.add_argument("--docs", type=Path)
-    given = parser.parse_args(arguments)
-    if given.margin is not None and (len(given.results) > 1 or given.docs):
-        parser.error("--margin takes one folder, and no --docs: the marks there are those of the other tables")
-    try:
-        if given.margin is not None:
-            text = against_full(given.results[0] / "results.json", given.margin)
-        else:
-            text = tables(*read_models(given.results), "model" if len(given.results) > 1 else "seed")
-        if given.docs:
-            names = " ".join(folder.name for folder in given.results)
-            begin, end = f"<!-- contrasts: {names} -->\n", "<!-- end of contrasts -->"
-            put_between(given.docs, begin, end, f"\nMade at revision {revision()}.\n\n{text}\n")
-    except UserError as error:
-        sys.exit(f"error: {error}")
-    print(text)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

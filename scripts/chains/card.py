@@ -1,4 +1,4 @@
-"""The card of a model of chains: `python scripts/chains_card.py runs/chains-0/stage-5 --out runs/chains-0/card`.
+"""The card of a model of chains: `python -m scripts.chains card runs/chains-0/stage-5 --out runs/chains-0/card`.
 
 `card.json` and `card.md` in that folder say how often the model answers, by hops, rivals, length and depth, with full
 attention in every layer, with a window in every layer, and with full-attention decode besides; and what it costs to
@@ -6,13 +6,11 @@ give a window to one layer, or to one KV head, and to remove it. Every score has
 again, it measures what is left.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses
 import itertools
-import sys
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +21,7 @@ from swa_jax import load_model
 from swa_jax.checkpoint.folder import weights_sum
 from swa_jax.checkpoint.named import model_folder
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
-from swa_jax.errors import ConfigError, UserError
+from swa_jax.errors import ConfigError
 from swa_jax.estimates import accuracy_interval
 from swa_jax.evaluate.chains import ChainCell, chain_examples, chain_grid
 from swa_jax.evaluate.nll import score_answers
@@ -183,7 +181,7 @@ def main(arguments: list[str]) -> None:
     def listed(text: str) -> tuple[int, ...]:
         return tuple(int(item) for item in text.split(","))
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m scripts.chains card", description=__doc__.splitlines()[0])
     parser.add_argument("model", help="its name, as everywhere")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--hops", type=listed, default=(1, 2, 3))
@@ -193,28 +191,14 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--examples", type=int, default=100)
     given = parser.parse_args(arguments)
     card = Card(given.hops, given.rivals, given.lengths, given.window, given.examples)
-    file = given.out / "card.json"
-    try:
-        folder = model_folder(given.model)
-        about = {"weights": weights_sum(folder)} | dataclasses.asdict(card)
-        model, tokenizer = load_model(folder), load_tokenizer(folder)
-        known: Measured = {}
-        about = {key: list(value) if isinstance(value, tuple) else value for key, value in about.items()}
-        if file.exists():
-            before = read_json(file)
-            if before["about"] != about:
-                raise ConfigError(f"{file} is of another model, or of other prompts: name another folder with --out")
-            known = before["measured"]
-        given.out.mkdir(parents=True, exist_ok=True)
-        measured = measure(
-            model, tokenizer, card, known, lambda found: write_json(file, {"about": about, "measured": found})
-        )
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    file, folder = given.out / "card.json", model_folder(given.model)
+    about = json.loads(json.dumps({"weights": weights_sum(folder)} | dataclasses.asdict(card)))
+    kept = read_json(file) if file.exists() else {"about": about, "measured": {}}
+    if kept["about"] != about:
+        raise ConfigError(f"{file} is of another model, or of other prompts: name another folder with --out")
+    given.out.mkdir(parents=True, exist_ok=True)
+    model, tokenizer = load_model(folder), load_tokenizer(folder)
+    measured = measure(model, tokenizer, card, kept["measured"], lambda new: write_json(file, kept | {"measured": new}))
     layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
     write_text(given.out / "card.md", markdown(card, measured, layers, heads))
     print(given.out / "card.md")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
