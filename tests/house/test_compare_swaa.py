@@ -1,4 +1,4 @@
-"""`python -m scripts.compare swaa`: every row of SWAA's Table 1, its cells in order, and the table of those that are done."""
+"""`python -m scripts.compare swaa`: every row of SWAA's Table 1, its cells in order, and the table of those done."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`python -m scripts.compare`, of training: a few steps of some arms, resumed, reported; the verdicts on what is known."""
+"""`python -m scripts.compare`, of training: some arms, resumed, reported; the verdicts on what is known."""
 
 import argparse
 import json
@@ -104,12 +104,12 @@ def test_a_cell_is_measured_once_and_one_that_was_cut_off_is_none(tmp_path):
     def cell(name, settings=None):
         return runner.Cell((name, 0), lambda: measured.append(name) or {"value": len(measured)}, settings)
 
+    def values_of(done):
+        return json.dumps([line["value"] for line in done.values()]), []
+
     def run(*cells, limit=None, report_only=False):
         options = argparse.Namespace(out=tmp_path, limit=limit, report_only=report_only, docs=None)
-        comparison = runner.Comparison(
-            "x", cells, lambda done: (json.dumps([one["value"] for one in done.values()]), [])
-        )
-        return runner.run(comparison, options)
+        return runner.run(runner.Comparison("x", cells, values_of), options)
 
     assert run(cell("a"), cell("b"), limit=1) == "[1]"
     assert run(cell("a"), cell("b")) == (tmp_path / "table.md").read_text().strip() == "[1, 2]"
