@@ -3,7 +3,7 @@
 | command | what it does |
 |---|---|
 | `python -m scripts.compare NAME` | trains or measures what the papers compare, and writes the tables of docs/ |
-| `python -m scripts.chains train`, `card` | makes models of chains, and says what one can do |
+| `python -m scripts.train_chains` | makes models of chains |
 | `python -m scripts.goldens KIND` | what transformers, PEFT and vLLM compute, for tests |
 | `python -m scripts.torture KIND` | interrupts, damages and fuzzes |
 | `python -m scripts.faults plant`, `draw` | do the tests notice slips in the code? |

@@ -7,6 +7,7 @@
 | swat, swat-longer | SWAT's Tables 2 and 3, trained from scratch |
 | swiattn, swiattn-ablations | SwiAttn's continued pretraining and its baselines, and its Table 4, on models of chains |
 | swaa | SWAA's Table 1: LoRA on a model's own replies beside LoRA on plain text |
+| card | what a model of chains can do, and which layers and heads it needs for that |
 | windows | does a large window delay long look-ups when a hybrid is trained? |
 | plants | which planted heads each selection method finds |
 | searches | does a search that a gradient leads find what scoring every layer finds? |
@@ -32,7 +33,7 @@ from scripts.compare.runner import run
 from swa_jax.errors import UserError
 
 MODULES = dict.fromkeys(("swat", "swat-longer", "swiattn", "swiattn-ablations"), "training")
-OTHERS = ("swaa", "windows", "plants", "searches", "contrasts", "peers", "generation")
+OTHERS = ("swaa", "card", "windows", "plants", "searches", "contrasts", "peers", "generation")
 MODULES |= {name: name for name in OTHERS}
 
 

@@ -1,6 +1,6 @@
 """Does a large window delay long look-ups when a hybrid is trained?
 
-Each run is `python -m scripts.chains train` on configs/compare/windows.yaml from a random start, with another window
+Each run is `python -m scripts.train_chains` on configs/compare/windows.yaml from a random start, with another window
 or pattern. It ends when look-ups are learned whose statement stands at least 64 tokens back, beyond every window here.
 What counts is how many tokens that took.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from scripts.chains import train
+from scripts import train_chains
 from scripts.compare.runner import ROOT, Cell, Comparison, Done, key_of, markdown
 from scripts.compare.training import words
 from swa_jax.errors import ConfigError
@@ -44,7 +44,7 @@ def work(out: Path, more: Sequence[str], arm: str, seed: int) -> dict[str, Any]:
     """Train, or go on where training was cut off; the last line of each stage."""
     run = out / f"{arm.replace(',', '').replace(' ', '-')}-{seed}"
     settings = [*words(ARMS[arm]), *more, f"seed={seed}", f"output={run}", f"tokenizer={out / 'tokenizer'}"]
-    train.Run(load_config(TrainConfig, CONFIG, settings), GAP).train()
+    train_chains.Run(load_config(TrainConfig, CONFIG, settings), GAP).train()
     return {"ends": ends_of(run)}
 
 
@@ -69,5 +69,5 @@ def table(done: Done, seeds: Sequence[int]) -> str:
 
 def _millions(end: dict[str, Any]) -> str:
     """A stage whose steps were over before it was passed is marked."""
-    passed = min(end["accuracy"].values()) >= train.PASSED
+    passed = min(end["accuracy"].values()) >= train_chains.PASSED
     return f"{end['tokens'] / 1e6:.2f}" + ("" if passed else " (not learned)")

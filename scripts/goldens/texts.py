@@ -15,64 +15,32 @@ from typing import Any
 import jinja2
 import tokenizers
 import transformers
+import yaml
 from transformers import AutoTokenizer, GenerationConfig
 
 from scripts.goldens.cases import GOLDEN
 
 OUT = GOLDEN / "texts.json"
 SEED, COUNT, CHATS = 0, 40, 5
-WORDS = ("<unk>", "<s>", "</s>", "<pad>", "<image>", "<call>", "<turn>", "hi")
-TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "cls_token", "image_token", "turn_token")
-HEADS = (
-    "{{ bos_token }}",
-    "{%- if tools %}{{ tools | tojson }}|{% endif %}",
-    "{% if tools is not none %}{% for t in tools %}{{ t | tojson(indent=2) }}{% endfor %}{% endif %}",
-    "{% if documents is none %}no documents{% else %}{% for d in documents %}{{ d.title }}: {{ d['text'] }}{% endfor %}"
-    "{% endif %}",
-    "{% if documents is defined %}D{% endif %}{% if date is defined %}T{% endif %}",
-    "{{ image_token }}{{ turn_token }}",
-    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
-    "{{ messages | length }}{{ messages[0].keys() | list | sort | join(',') }}",
-    "{{ cls_token | default('none') }}{{ unk_token }}",
-    "{{ dict(a=1) | tojson }}",
-)
-BODIES = (
-    "[{{ m.role }}]{{ m.content }}",
-    "[{{ m['role'] }}]{{ m['content'] | trim }}{{ eos_token }}",
-    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}{{ image_token if "
-    "p.type == 'image' }}{% endfor %}{% endif %}",
-    "{% if m.tool_calls %}{% for c in m.tool_calls %}{{ c.function.name }}({{ c.function.arguments | tojson }})"
-    "{% endfor %}{% elif m.content is defined %}{{ m.content }}{% else %}nothing{% endif %}",
-    "{% if 'content' in m %}{{ m.content }}{% endif %}"
-    "{% if m.reasoning_content %}<{{ m.reasoning_content }}>{% endif %}",
-    "{% if m.thinking is defined %}({{ m.thinking }}){% endif %}{{ m.get('content', '') }}",
-    "{% if m.role == 'tool' or m.role == 'ipython' %}{{ m.content | tojson }}{% continue %}{% endif %}{{ m.content }}",
-    "{% if m.role == 'developer' %}{{ raise_exception('no developers') }}{% endif %}{{ m.role + ': ' + m.content }}",
-    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}{% endif %}",
-    "{{ m.content }}{% if loop.index0 == 1 %}{% break %}{% endif %}",
-    "  \n  {%- if loop.first %}\n    first {{ m.role }}\n  {% endif %}\n{{ m.content[:2] }}",
-)
-TAILS = ("{% if add_generation_prompt %}reply:{% endif %}", "{{ 'reply' if add_generation_prompt }}", "", "\n")
-TOOL = {"type": "function", "function": {"name": "add", "description": "a < b & c", "parameters": {"type": "object"}}}
-CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "zwei é"}}}
+PARTS = yaml.safe_load(Path(__file__).with_name("texts.yaml").read_text())
+WORDS, TOKENS = PARTS["words"], PARTS["tokens"]
 
 
 def draw_template(rng: random.Random) -> str:
-    heads = "".join(rng.sample(HEADS, rng.randrange(4)))
-    body = rng.choice(BODIES)
-    return f"{heads}{{% for m in messages %}}{body}{{% endfor %}}{rng.choice(TAILS)}"
+    heads = "".join(rng.sample(PARTS["heads"], rng.randrange(4)))
+    body = rng.choice(PARTS["bodies"])
+    return f"{heads}{{% for m in messages %}}{body}{{% endfor %}}{rng.choice(PARTS['tails'])}"
 
 
 def draw_message(rng: random.Random) -> dict[str, Any]:
-    roles = ["system", "user", "assistant", "tool", "developer", "ipython", "critic"]
-    message: dict[str, Any] = {"role": rng.choice(roles)}
+    message: dict[str, Any] = {"role": rng.choice(PARTS["roles"])}
     kind = rng.randrange(6)
     if kind < 3:
         message["content"] = rng.choice([" hi ", "1 < 2 & é", "", "<s>", "{{ 1 }}"])
     elif kind == 3:
         message["content"] = [{"type": "text", "text": "see"}, {"type": "image"}]
     elif kind == 4:
-        message["tool_calls"] = [CALL]
+        message["tool_calls"] = [PARTS["call"]]
         if rng.random() < 0.5:
             message["content"] = None
     else:
@@ -81,7 +49,7 @@ def draw_message(rng: random.Random) -> dict[str, Any]:
     return message
 
 
-def draw_tokens(rng: random.Random, whole_names: tuple[str, ...]) -> dict[str, Any]:
+def draw_tokens(rng: random.Random, whole_names: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in rng.sample(TOKENS, rng.randrange(len(TOKENS))):
         text = rng.choice(WORDS)
@@ -138,7 +106,7 @@ def draw_chat(rng: random.Random) -> dict[str, Any]:
         "add_generation_prompt": rng.random() < 0.7,
     }
     if rng.random() < 0.3:
-        chat["tools"] = [TOOL]
+        chat["tools"] = [PARTS["tool"]]
     if rng.random() < 0.3:
         chat["documents"] = [{"title": "A", "text": "b"}]
     return chat

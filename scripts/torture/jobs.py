@@ -59,9 +59,9 @@ COMMANDS = {  # MODEL stands for a checkpoint of the bundled model; beside each:
         "scripts.compare plants --out OUT --only nll bosch --placement whole_layers --seeds 0 1 --examples 8",
         ("cells.jsonl",),
     ),
-    "chains card": (
-        "scripts.chains card MODEL --out OUT --hops 1,2 --rivals 2 --lengths 128 --window 16 --examples 8",
-        ("card.json", "card.md"),
+    "compare card": (
+        "scripts.compare card MODEL --out OUT --hops 1 2 --rivals 2 --lengths 128 --window 16 --examples 8",
+        ("cells.jsonl", "table.md"),
     ),
 }
 

@@ -1,6 +1,7 @@
-"""`python -m scripts.chains` and `scripts.compare windows`: stopped and resumed, passed early, a hybrid from a
-random start, a table of known runs, and a card of known scores."""
+"""`python -m scripts.train_chains`, `scripts.compare windows` and `card`: stopped and resumed, passed early, a hybrid
+from a random start, a table of known runs, and a card of known scores."""
 
+import argparse
 import json
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import pytest
 import yaml
 from compiled_chains import CLASSES, LAYERS, SERVES, WINDOW_SIZE, compiled_chains, small_tokenizer
 
-from scripts.chains import card, train
-from scripts.compare import windows
+from scripts import train_chains as train
+from scripts.compare import card, runner, windows
 from swa_jax import load_model
 from swa_jax.data.lessons import write_tokenizer
 from swa_jax.model.layer_types import FULL, WINDOW
@@ -123,32 +124,29 @@ def test_the_table_of_windows_tells_what_was_not_learned(tmp_path):
 
 
 @pytest.mark.long
-def test_the_card_of_the_compiled_model():
+def test_the_card_of_the_compiled_model(tmp_path):
     tokenizer = small_tokenizer()
-    model = compiled_chains(tokenizer)
     wanted = card.Card(hops=(1, 3), rivals=(3,), lengths=(128,), window=WINDOW_SIZE, examples=32)
-    saved = []
-    measured = card.measure(model, tokenizer, wanted, {}, saved.append)
-    score = {key: row["score"] for key, row in measured.items()}
-    hard = card.key_of(wanted.hardest, "")
-    assert score[hard + "full"] == 1
-    assert score[hard + "window, full-attention decode"] == 0
+    comparison = card.of_model(compiled_chains(tokenizer), tokenizer, wanted, "sum")
+    options = argparse.Namespace(out=tmp_path, limit=None, report_only=False, docs=None)
+    text = runner.run(comparison, options)
+    done = runner.read_done(tmp_path)
+    hard = card.key(wanted.hardest, "")[0]
+    score = {key[1]: row["score"] for row in done.values() if (key := row["cell"])[0] == hard}
+    assert score["full"] == 1
+    assert score["window, full-attention decode"] == 0
     for layer in range(LAYERS):
-        assert (score[f"{hard}layer {layer}"] <= 0.9) == (layer in SERVES)
+        assert (score[f"layer {layer}"] <= 0.9) == (layer in SERVES)
         for head in range(CLASSES):
-            windowed, removed = (score[f"{hard}{part} {layer}.{head}"] for part in ("head", "no head"))
+            windowed, removed = (score[f"{part} {layer}.{head}"] for part in ("head", "no head"))
             assert (windowed < 1) == (head in SERVES.get(layer, ()))
             # Layer 0 looks one and two tokens back, which a window does not hide.
             assert (removed < 1) == (head in SERVES.get(layer, ()) or (layer == 0 and head < 2))
-    removed = [score[f"{hard}no layer {layer}"] <= 0.9 for layer in range(LAYERS)]
+    removed = [score[f"no layer {layer}"] <= 0.9 for layer in range(LAYERS)]
     assert removed == [layer in (0, *SERVES) for layer in range(LAYERS)]
     # Nothing of what was removed is missing afterwards.
-    again = {key: row for key, row in measured.items() if key != hard + "full"}
-    assert card.measure(model, tokenizer, wanted, again) == measured
-    text = card.markdown(wanted, measured, LAYERS, CLASSES)
+    (again,) = (cell.measure() for cell in comparison.cells if cell.key == (hard, "full"))
+    assert again["score"] == 1
     assert "| 1 | 3 | 128 | 100 [89, 100] | 0 [0, 11] | 100 [89, 100] |" in text
     assert "| 3 | 3 | 128 | 100 [89, 100] | 0 [0, 11] | 0 [0, 11] |" in text
     assert "- layers: 4 of 8: layer 2 (" in text
-    # What is known is not measured again.
-    assert card.measure(model, tokenizer, wanted, measured, saved.append) == measured
-    assert len(saved) == len(measured)

@@ -1,4 +1,4 @@
-"""Remake the model of chains: `python -m scripts.chains train [--seed 0] [--output runs/chains-0] [--minutes 60]`.
+"""Remake the model of chains: `python -m scripts.train_chains [--seed 0] [--output runs/chains-0] [--minutes 60]`.
 
 The curriculum is `configs/chains.yaml`; --config names another, and arguments such as `sliding_window=64` change it. A
 stage ends when the model answers 90 % of the questions of every number of hops that the stage teaches, on prompts that
@@ -12,6 +12,7 @@ import dataclasses
 import io
 import json
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from swa_jax.data.batches import Batches, make_batches
 from swa_jax.data.chains import chain_tokenizer
 from swa_jax.data.lessons import write_tokenizer
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
-from swa_jax.errors import ConfigError
+from swa_jax.errors import ConfigError, UserError
 from swa_jax.evaluate.chains import ChainCell, chain_examples
 from swa_jax.evaluate.nll import score_answers
 from swa_jax.files import write_bytes
@@ -39,7 +40,7 @@ from swa_jax.train.optimizer import make_optimizer
 from swa_jax.train.patterns import find_start, run_pattern
 from swa_jax.train.step import TrainState, init_state, make_step
 
-CONFIG = Path(__file__).resolve().parents[2] / "configs" / "chains.yaml"
+CONFIG = Path(__file__).resolve().parents[1] / "configs" / "chains.yaml"
 PASSED = 0.9
 CHECK_TOKENS = 24_576  # of a check, so that it costs as much at every length
 CHECK_SEED = 1_000_000  # prompts that no training seed draws
@@ -182,7 +183,7 @@ class Run:
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m scripts.chains train", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m scripts.train_chains", description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, default=CONFIG)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="default: runs/chains-SEED")
@@ -195,3 +196,10 @@ def main(arguments: list[str]) -> None:
     done = run.train(given.minutes, given.steps)
     run.keep("model")
     print(f"{output}: " + ("done" if done else "stopped; the same command goes on"))
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        sys.exit(f"error: {error}")
