@@ -40,7 +40,7 @@ from swa_jax.train.loop import train
 from swa_jax.train.optimizer import OptimizerConfig
 
 LAYERS = 8
-UNIT = 32  # keys: the paper's 2k
+GAP = 32  # tokens between the statements of a chain: one window
 DECLARED = yaml.safe_load(Path(__file__).with_name("swaa.yaml").read_text())
 DATA = ("none", "text", "replies", "replies, KL")  # none: the model as it is
 TASKS = {f"chains-{n}": f"{n} hop{'s' if n > 1 else ''}, %" for n in HOPS}
@@ -65,28 +65,25 @@ class Row(NamedTuple):
     """A pattern, as swaa.yaml has it."""
 
     numbers: str
-    windows: int
-    first: int | None
-    step: int
+    window: int
+    full: Sequence[int]
     sinks: int
-    full_decode: bool
+    decode: bool
 
     def pattern(self) -> AttentionPattern:
-        full = set() if self.first is None else set(range(self.first, LAYERS, self.step))
-        types = tuple(FULL if layer in full else WINDOW for layer in range(LAYERS))
-        window = UNIT * self.windows if WINDOW in types else None
-        return AttentionPattern(types, window, DECLARED["sinks"][self.sinks], full_attention_decode=self.full_decode)
+        types = tuple(FULL if layer in self.full else WINDOW for layer in range(LAYERS))
+        window = self.window if WINDOW in types else None
+        return AttentionPattern(types, window, self.sinks, full_attention_decode=self.decode)
 
     def cells(self) -> list[str]:
         """Columns of the table."""
-        if self.step == 1:
+        if len(self.full) == LAYERS:
             return [self.numbers, "-", "all", "-", "-"]
-        full = "none" if self.first is None else ", ".join(map(str, range(self.first, LAYERS, self.step)))
-        sinks = str(DECLARED["sinks"][self.sinks])
-        return [self.numbers, str(UNIT * self.windows), full, sinks, "yes" if self.full_decode else "no"]
+        full = ", ".join(map(str, self.full)) or "none"
+        return [self.numbers, str(self.window), full, str(self.sinks), "yes" if self.decode else "no"]
 
 
-TRAINED, OTHERS = ([Row(*row) for row in DECLARED[name]] for name in ("trained", "others"))
+TRAINED, OTHERS = ([Row(number, **row) for number, row in DECLARED[name].items()] for name in ("trained", "others"))
 ROWS = [*TRAINED, *OTHERS]
 
 
@@ -128,7 +125,7 @@ def keys(seeds: Sequence[int]) -> Iterator[tuple[Row, str, int]]:
 def draw(tokenizer: Tokenizer, size: Size, seed: int, count: int) -> list[list[Example]]:
     """Prompts of each number of hops."""
     cells = [ChainCell(hops, RIVALS, size.length) for hops in HOPS]
-    return [chain_examples(tokenizer, cell, num_examples=count, gap=UNIT, seed=seed) for cell in cells]
+    return [chain_examples(tokenizer, cell, num_examples=count, gap=GAP, seed=seed) for cell in cells]
 
 
 def prepare(base: str | Path, out: Path, size: Size) -> list[Task]:
