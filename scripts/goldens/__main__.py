@@ -25,18 +25,8 @@ import importlib
 import sys
 from pathlib import Path
 
-MODULES = {
-    "models": "models",
-    "generation": "generation",
-    "configs": "configs",
-    "texts": "texts",
-    "real": "real",
-    "losses": "real",
-    "adapters": "adapters",
-    "served": "served",
-    "exports": "exports",
-    "peft": "exports",
-}
+KINDS = ("models", "generation", "configs", "texts", "real", "losses", "adapters", "served", "exports", "peft")
+MODULES = {kind: kind for kind in KINDS} | {"losses": "real", "peft": "exports"}
 
 
 def main() -> int:
