@@ -5,7 +5,8 @@
 | name | what |
 |---|---|
 | swat, swat-longer | SWAT's Tables 2 and 3, trained from scratch |
-| swiattn, swiattn-ablations | SwiAttn's continued pretraining and its baselines, and its Table 4, on models of chains |
+| swiattn, swiattn-chains | SwiAttn's continued pretraining and its baselines, on needles and on models of chains |
+| swiattn-ablations | its Table 4, on models of chains |
 | swaa | SWAA's Table 1: LoRA on a model's own replies beside LoRA on plain text |
 | card | what a model of chains can do, and which layers and heads it needs for that |
 | windows | does a large window delay long look-ups when a hybrid is trained? |
@@ -32,7 +33,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from scripts.compare.runner import run
 from swa_jax.errors import UserError
 
-MODULES = dict.fromkeys(("swat", "swat-longer", "swiattn", "swiattn-ablations"), "training")
+MODULES = dict.fromkeys(("swat", "swat-longer", "swiattn", "swiattn-chains", "swiattn-ablations"), "training")
 OTHERS = ("swaa", "card", "windows", "plants", "searches", "contrasts", "peers", "generation")
 MODULES |= {name: name for name in OTHERS}
 

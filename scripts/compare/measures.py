@@ -1,4 +1,4 @@
-"""What is measured of a model that was trained: losses by length, and answers and routing on chains."""
+"""What is measured of a model that was trained: losses by length, answers to needles and chains, and routing."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +11,9 @@ from flax import nnx
 from swa_jax.adapt.tasks import HOPS, RIVALS
 from swa_jax.data.batches import open_source
 from swa_jax.data.chains import STATEMENT, ChainWords
-from swa_jax.data.haystack import library_files
+from swa_jax.data.haystack import Haystack, library_files
 from swa_jax.data.tokenizer import Tokenizer
-from swa_jax.evaluate import perplexity
+from swa_jax.evaluate import needle_accuracy, needle_examples, perplexity
 from swa_jax.evaluate.chains import ChainCell, chain_examples
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import score_answers
@@ -24,7 +24,9 @@ from swa_jax.train.loop import TrainConfig
 
 LENGTHS = (32, 256, 1024, 4096)  # a quarter of those of SWAT's Table 2
 PIECES = 24  # of the greatest length, out of held-out documents
-WINDOW = 32  # of configs/compare/swiattn.yaml
+NEAR, FAR = (0.7, 0.9, 1.0), (0.02, 0.1, 0.2, 0.3, 0.4)  # depths of needles; windows reach back to about 0.5
+PER_DEPTH = 8
+WINDOW = 32  # of configs/compare/swiattn-chains.yaml
 LENGTH = 384  # tokens of a prompt of chains with its answer
 PER_HOPS = 48  # prompts of each number of hops
 SEED = 1  # of the prompts; those of training are drawn otherwise
@@ -60,6 +62,32 @@ def held_out_loss(model: Decoder, pieces: Sequence[Sequence[int]], length: int) 
     size = len(pieces[0]) - 1
     passes = [perplexity(model, p, context=length, batch_size=max(1, size // length)) for p in pieces]
     return float(np.mean([one.token_nll.mean() for one in passes]))
+
+
+def needles(model: Decoder, tokenizer: Tokenizer, config: TrainConfig, tiny: bool) -> dict[str, float]:
+    """Loss of files that no training read, needles found by generation, and where full attention is taken."""
+    depths = (0.02, 1.0) if tiny else FAR + NEAR
+    examples = needle_examples(
+        tokenizer,
+        length=config.stages[0].sequence_length,
+        num_examples=len(depths) * (1 if tiny else PER_DEPTH),
+        depths=depths,
+        haystack=Haystack(tokenizer, library_files(held_out=True)),
+        seed=1,
+    )
+    found = needle_accuracy(model, tokenizer, examples, max_new_tokens=20, batch_size=8)
+    answer_loss = score_answers(model, examples, batch_size=8).nll
+    asked = [answer_queries([example]) for example in examples]
+    answer_ratio = np.array([full_ratio(take_full(model, tokens), answers).mean() for tokens, answers in asked])
+    at = np.arange(len(examples)) % len(depths)
+    far = np.isin(at, [i for i, depth in enumerate(depths) if depth in FAR])
+    return text_and_ratios(model, tokenizer, config, tiny) | {
+        "needles found": float(found[far].mean()),
+        "answer loss": float(answer_loss[far].mean()),
+        "full ratio, far answers": float(answer_ratio[far].mean()),
+        "full ratio, near answers": float(answer_ratio[at == len(depths) - 1].mean()),
+        **{f"found at {depth}": float(found[at == i].mean()) for i, depth in enumerate(depths)},
+    }
 
 
 def chains(model: Decoder, tokenizer: Tokenizer, config: TrainConfig, tiny: bool) -> dict[str, float]:

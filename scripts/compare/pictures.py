@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from scripts.compare.measures import HOPS, LENGTHS
-from swa_jax.report import loss_heat_map, needle_heat_map, training_curves
+from swa_jax.report import layer_ratio_map, loss_heat_map, needle_heat_map, training_curves
 from swa_jax.report.style import GREY, HIGHLIGHTS, new_figure, percent_axis, save, styled
 
 BIN = 10  # steps that a point of a curve is the mean of
@@ -16,9 +16,8 @@ Made = list[tuple[str, str]]
 
 
 def draw(out: Path, runs: Runs, what: Mapping[str, Any], *, kind: str, **settings: Any) -> Made:
-    return {"lengths": lengths, "curves": curves, "hops": hops, "tokens": tokens, "ratios": ratios}[kind](
-        out, runs, what, **settings
-    )
+    kinds = {"lengths": lengths, "curves": curves, "layers": layers, "depths": depths, "hops": hops, "tokens": tokens}
+    return (kinds | {"ratios": ratios})[kind](out, runs, what, **settings)
 
 
 def curves(
@@ -54,6 +53,26 @@ def lengths(out: Path, runs: Runs, what: Mapping[str, Any], file: str, title: st
     return [(file, f"{title}; held-out loss in nats a token, mean over the seeds")]
 
 
+def layers(out: Path, runs: Runs, what: Mapping[str, Any]) -> Made:
+    """Of each arm with routers: the full-attention ratio of its layers while it trains."""
+    made = []
+    for arm, of in runs.items():
+        if of[0].get("ratio_by_layer"):
+            name = f"ratio-{arm.split(', ')[-1].replace(' ', '-')}.png"
+            ratio = np.mean([run["ratio_by_layer"] for run in of], axis=0).T  # [L, points]
+            layer_ratio_map(ratio, BIN, out / name, title=f"Full-attention ratio in training: {arm}")
+            made.append((name, f"Full-attention ratio by layer in training, mean over the seeds: {arm}"))
+    return made
+
+
+def depths(out: Path, runs: Runs, what: Mapping[str, Any]) -> Made:
+    """Needles found by arm and depth."""
+    keys = [key for key in next(iter(runs.values()))[0]["values"] if key.startswith("found at ")]
+    grid = [[np.mean([run["values"][key] for run in of]) for key in keys] for of in runs.values()]
+    needle_heat_map(grid, list(runs), [f"{100 * float(key.split()[-1]):.0f} %" for key in keys], out / "needles.png")
+    return [("needles.png", "Needles found by depth, mean over the seeds")]
+
+
 def hops(out: Path, runs: Runs, what: Mapping[str, Any]) -> Made:
     """Right answers by arm and hops."""
     right = [[np.mean([run["values"][f"right, {n}"] for run in of]) for n in HOPS] for of in runs.values()]
@@ -69,14 +88,14 @@ def tokens(out: Path, runs: Runs, what: Mapping[str, Any]) -> Made:
     for arm, of in runs.items():
         if not of[0].get("ratio_by_layer"):
             continue
-        layers = range(len(of[0]["ratio_by_layer"][0]))
+        numbers = range(len(of[0]["ratio_by_layer"][0]))
         rows = {
-            f"model {run['seed']}, {title}": [run["values"][f"{group}, layer {layer}"] for layer in layers]
+            f"model {run['seed']}, {title}": [run["values"][f"{group}, layer {layer}"] for layer in numbers]
             for run in of
             for group, title in groups.items()
         }
         name, title = f"tokens-{arm.split(', ')[-1].replace(' ', '-')}.png", f"Full-attention ratio: {arm}"
-        labels = list(map(str, layers))
+        labels = list(map(str, numbers))
         needle_heat_map(list(rows.values()), list(rows), labels, out / name, title=title, column_title="Layer (from 0)")
         made.append((name, f"Full-attention ratio by model, kind of token and layer, in percent: {arm}"))
     return made

@@ -5,6 +5,7 @@ import collections
 import filecmp
 import json
 import random
+import shlex
 import shutil
 import signal
 import statistics
@@ -30,14 +31,14 @@ from swa_jax.train.run_checkpoints import RunCheckpoints
 
 CLI = (sys.executable, "-m", "swa_jax.cli")
 PROMPTS = ("--chains", "hops=1-2,rivals=2,gap=16", "--length", 128, "--window", 16, "--dtype", "float32")
-COMMANDS = {  # MODEL stands for a checkpoint of the bundled model; beside each: the files of its results
+COMMANDS = {  # MODEL stands for the bundled model's checkpoint; beside each: the files of its results
     "evaluate chains": (
         "swa-jax evaluate chains MODEL --hops 1,2 --rivals 1,3 --lengths 128 --examples 24 --batch-size 4 "
         "--pattern full --pattern window --window 16 --gap 16 --out OUT",
         ("*.json", "*.jsonl"),
     ),
     "evaluate text": (
-        f"swa-jax evaluate text MODEL {ROOT}/LICENSE --pattern window --window 16 --lengths 128,256 "
+        "swa-jax evaluate text MODEL LICENSE --pattern window --window 16 --lengths 128,256 "
         "--eval-windows 16,32,full --batch-size 4 --out OUT",
         ("*.json",),
     ),
@@ -56,7 +57,7 @@ COMMANDS = {  # MODEL stands for a checkpoint of the bundled model; beside each:
         ("results.json", "patterns/*.json"),
     ),
     "compare plants": (
-        "scripts.compare plants --out OUT --only nll bosch --placement whole_layers --seeds 0 1 --examples 8",
+        "scripts.compare plants --out OUT --only nll bosch --placement 'whole layers' --seeds 0 1 --examples 8",
         ("cells.jsonl",),
     ),
     "compare card": (
@@ -94,10 +95,10 @@ def commands(folder: Path, given: argparse.Namespace) -> tuple[dict[str, Job], d
 
 def command(name: str, model: Path) -> Job:
     line, files = COMMANDS[name]
-    program, *words = line.split()
+    program, *words = shlex.split(line)
     head = CLI if program == "swa-jax" else (sys.executable, "-m", program)
-    fill = {"MODEL": [model], "PROMPTS": PROMPTS}
-    words = [one for word in words for one in fill.get(word, [word.replace("_", " ")])]
+    fill = {"MODEL": [model], "PROMPTS": PROMPTS, "LICENSE": [ROOT / "LICENSE"]}
+    words = [one for word in words for one in fill.get(word, [word])]
     return Job((*head, *words), lambda out: numbers_in(out, files))
 
 

@@ -19,8 +19,8 @@ from swa_jax.model.decoder import Decoder
 from swa_jax.model.parameters import low_rank
 
 LOG = logging.getLogger(__name__)
-# PEFT 0.21 takes adapters of dense MLPs in these families for adapters of experts (`python -m scripts.goldens peft`), and
-# so those of AFMoE's gates, which have the name of a projection of an MLP.
+# PEFT 0.21 takes adapters of dense MLPs in these families for adapters of experts (`python -m scripts.goldens peft`),
+# and so those of AFMoE's gates, which have the name of a projection of an MLP.
 MLPS_NOT_LOADED = ("mellum", "qwen3_moe", "afmoe", "exaone_moe", "cohere2_moe")
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT wraps the model twice; its names begin with both wrappers

@@ -59,6 +59,7 @@ ADDED = {
     "python -m launch.tpu_vm": ["--dry-run"],  # no cloud here
     "python -m launch.gke": ["--dry-run"],
     "python -m scripts.compare swiattn": ["--tiny", "--only", "swiattn", "swa-cpt"],
+    "python -m scripts.compare swiattn-chains": ["--tiny", "--only", "swiattn", "swa-cpt"],
     "python -m scripts.compare swiattn-ablations": ["--tiny", "--only", "swiattn", "V1, gamma = base"],
     "python -m scripts.compare swat": ["--tiny", "--only", "vanilla 32", "sliding 32"],
     "python -m scripts.compare swat-longer": ["--tiny", "--only", "sliding 32, Muon"],

@@ -30,7 +30,7 @@ def command(*arguments):
     )
 
 
-@pytest.mark.parametrize("name", ["swiattn", "swiattn-ablations", "swat", "swat-longer"])
+@pytest.mark.parametrize("name", ["swiattn", "swiattn-chains", "swiattn-ablations", "swat", "swat-longer"])
 def test_every_arm_is_a_configuration_and_every_claim_is_about_an_arm(script, name):
     what = script.declared(name)
     configs = {
@@ -123,7 +123,7 @@ def test_a_cell_is_measured_once_and_one_that_was_cut_off_is_none(tmp_path):
 
 
 def test_each_seed_continues_its_own_model(script, tmp_path):
-    what = script.declared("swiattn")
+    what = script.declared("swiattn-chains")
     bundled = model_folder("chains")
     assert script.base_of(what, 1, ["nowhere", "chains"]) == script.base_of(what, 1, []) == bundled
     with pytest.raises(ConfigError, match="seed 2 has no model to continue: --bases names 2"):
@@ -179,19 +179,32 @@ def test_swat_from_the_command_line_goes_on_where_it_was(tmp_path):
 
 @pytest.mark.long
 def test_swiattn_from_the_command_line(tmp_path):
+    done = command("swiattn", "--tiny", "--seeds", 0, "--only", "swiattn", "swa-zero-shot", "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    routed, windowed = (lines_of(tmp_path)[arm, 0] for arm in ("swiattn", "swa-zero-shot"))
+    assert 0 < routed["values"]["full ratio"] < 1
+    assert windowed["values"]["full ratio"] == 0
+    assert len(routed["ratio_by_layer"][0]) == 8
+    assert windowed["loss"] == []  # no step
+    assert 2 < routed["values"]["text loss"] < 4
+    for picture in ("loss.png", "ratio-swiattn.png", "needles.png"):
+        assert (tmp_path / picture).read_bytes().startswith(PNG)
+
+
+@pytest.mark.long
+def test_swiattn_on_chains_from_the_command_line(tmp_path):
     arms = ("swiattn", "static-hybrid, chosen layers", "swa-zero-shot")
-    done = command("swiattn", "--tiny", "--seeds", 0, "--only", *arms, "--out", tmp_path)
+    done = command("swiattn-chains", "--tiny", "--seeds", 0, "--only", *arms, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     routed, hybrid, windowed = (lines_of(tmp_path)[arm, 0] for arm in arms)
     assert 0 < routed["values"]["full ratio, far hops"] < 1
     assert hybrid["values"]["full ratio, far hops"] == 0.5
     assert hybrid["pattern"].startswith("layers:")
     assert windowed["values"]["full ratio, far answers"] == 0
-    assert windowed["loss"] == []  # no step
     assert hybrid["values"]["right"] > windowed["values"]["right"]
     for picture in ("loss.png", "right.png", "tokens-swiattn.png"):
         assert (tmp_path / picture).read_bytes().startswith(PNG)
     base = tmp_path / "runs" / "swiattn-seed-0" / "model"
-    other = command("swiattn", "--tiny", "--seeds", 0, "--only", "swiattn", "--out", tmp_path, "--bases", base)
+    other = command("swiattn-chains", "--tiny", "--seeds", 0, "--only", "swiattn", "--out", tmp_path, "--bases", base)
     assert other.returncode == 1
     assert "with other settings: name a new folder by --out" in other.stderr
