@@ -111,9 +111,10 @@ def comparison(options: argparse.Namespace) -> Comparison:
         return [np.asarray(loss, float).tolist() for loss in found]
 
     def work(scheme: Scheme, sinks: int) -> dict[str, Any]:
-        begin, some = time.process_time(), choosing[:: scheme.share]
+        model, some = load(), choosing[:: scheme.share]
         windowed = {"sliding_window": options.window, "num_sink_tokens": sinks}
-        order = ranked(options.unit, load(), some, max(options.budgets), scheme.tried, **windowed)
+        begin = time.process_time()
+        order = ranked(options.unit, model, some, max(options.budgets), scheme.tried, **windowed)
         took = time.process_time() - begin
         again = {str(n): losses(order, n) for n in options.sink_tokens[1:]} if sinks == options.sink_tokens[0] else {}
         return {"order": order, "took": took, "losses": losses(order, sinks), "with sink tokens": again}
