@@ -136,7 +136,11 @@ def comparison(options: argparse.Namespace) -> Comparison:
 def of_model(model: Decoder, tokenizer: Tokenizer, card: Card, weights: str) -> Comparison:
     layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
     cells = [
-        Cell(key(one.cell, one.name), functools.partial(score, model, tokenizer, card, one), [weights, card.examples])
+        Cell(
+            key(one.cell, one.name),
+            functools.partial(score, model, tokenizer, card, one),
+            lambda: [weights, card.examples],
+        )
         for one in card.questions(layers, heads)
     ]
     return Comparison("card", cells, lambda done: (report(card, done, layers, heads), []))

@@ -41,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def comparison(options: argparse.Namespace) -> Comparison:
     settings = {name: getattr(options, name) for name in ("cores", "prompt", "new", "window", "chunk", "rounds")}
-    cells = [Cell((mode,), lambda mode=mode: measure(mode, options), settings) for mode in options.only or MODES]
+    cells = [Cell((mode,), lambda mode=mode: measure(mode, options), lambda: settings) for mode in MODES]
     return Comparison("generation", cells, lambda done: (table(done), []))
 
 

@@ -17,14 +17,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Cell(NamedTuple):
-    """What is measured at once. `measure` gives what JSON can hold.
+    """What is measured at once. `measure` gives what JSON can hold; the first part of the key names it for --only.
 
     `settings`: what else the result depends on; a cell that is kept with others is refused.
     """
 
     key: tuple[Any, ...]
     measure: Callable[[], dict[str, Any]]
-    settings: Any = None
+    settings: Callable[[], Any] = lambda: None
 
 
 Done = dict[str, dict[str, Any]]  # by a cell's key as JSON
@@ -49,18 +49,19 @@ def key_of(*key: Any) -> str:
 def run(comparison: Comparison, options: argparse.Namespace) -> str:
     """Measure what is missing, unless only a report is wanted; the table, which is written as well."""
     options.out.mkdir(parents=True, exist_ok=True)
-    done, cells = read_done(options.out), comparison.cells
-    for cell in cells:
+    done, cells = read_done(options.out), [] if options.report_only else wanted(comparison.cells, options.only)
+    settings = [json.loads(json.dumps(cell.settings())) for cell in cells]
+    for cell, now in zip(cells, settings, strict=True):
         kept = done.get(key_of(*cell.key))
-        if kept and json.loads(json.dumps(cell.settings)) != kept.get("settings"):
+        if kept and kept["settings"] != now:
             raise ConfigError(
                 f"{options.out} has results of {cell.key} with other settings: name a new folder by --out"
             )
-    new = [] if options.report_only else [cell for cell in cells if key_of(*cell.key) not in done][: options.limit]
-    for number, cell in enumerate(new):
+    new = [one for one in zip(cells, settings, strict=True) if key_of(*one[0].key) not in done][: options.limit]
+    for number, (cell, now) in enumerate(new):
         print(f"{time.strftime('%H:%M:%S')} {number + 1} of {len(new)}: {cell.key}", file=sys.stderr, flush=True)
         begun = time.monotonic()
-        line = {"cell": cell.key, "settings": cell.settings, **cell.measure()}
+        line = {"cell": cell.key, "settings": now, **cell.measure()}
         line["seconds"] = round(time.monotonic() - begun, 1)
         with (options.out / "cells.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -71,6 +72,14 @@ def run(comparison: Comparison, options: argparse.Namespace) -> str:
         name = comparison.mark.split()[0].rstrip(":")
         put_into(options.docs, comparison.mark, name, text, [(options.out / file, said) for file, said in pictures])
     return text
+
+
+def wanted(cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
+    """Those that --only names; all without it."""
+    names = dict.fromkeys(str(cell.key[0]) for cell in cells)
+    if unknown := [name for name in only if name not in names]:
+        raise ConfigError(f"--only: there is no '{unknown[0]}'; there are: {'; '.join(names) or 'none'}")
+    return [cell for cell in cells if str(cell.key[0]) in (only or names)]
 
 
 def read_done(out: Path) -> Done:

@@ -120,9 +120,9 @@ def comparison(options: argparse.Namespace) -> Comparison:
         return {"order": order, "took": took, "losses": losses(order, sinks), "with sink tokens": again}
 
     named = ("unit", "window", "length", "budgets", "sink_tokens", "prompts", "others")
-    settings = [weights_sum(folder), *(getattr(options, name) for name in named)]
+    settings = functools.cache(lambda: [weights_sum(folder), *(getattr(options, name) for name in named)])
     cells = [
-        Cell((sinks, scheme.name), functools.partial(work, scheme, sinks), settings)
+        Cell((scheme.name, sinks), functools.partial(work, scheme, sinks), settings)
         for sinks in options.sink_tokens
         for scheme in SCHEMES
     ]
@@ -133,18 +133,18 @@ def table(done: Done, sink_tokens: Sequence[int], budgets: Sequence[int]) -> str
     rows = []
 
     def add(sinks: int, name: str, line: dict[str, Any], losses: Sequence[Sequence[float]], took: str) -> None:
-        exact = done[key_of(sinks, SCHEMES[0].name)]["losses"]
+        exact = done[key_of(SCHEMES[0].name, sinks)]["losses"]
         for budget, loss, least in zip(budgets, losses, exact, strict=True):
             more = paired_bootstrap(np.array(loss), np.array(least))
             interval = "" if more.interval is None else f" [{more.interval[0]:.3f}, {more.interval[1]:.3f}]"
             which = ", ".join(".".join(map(str, np.ravel(one))) for one in sorted(line["order"][:budget]))
             rows.append([str(sinks), name, which, f"{np.mean(loss):.3f}", f"{more.mean:+.3f}{interval}", took])
 
-    first = done.get(key_of(sink_tokens[0], SCHEMES[0].name))
+    first = done.get(key_of(SCHEMES[0].name, sink_tokens[0]))
     for sinks in sink_tokens:
         for scheme in SCHEMES:
-            if line := done.get(key_of(sinks, scheme.name)):
+            if line := done.get(key_of(scheme.name, sinks)):
                 add(sinks, scheme.name, line, line["losses"], f"{line['took']:.0f} s")
-        if first and str(sinks) in first["with sink tokens"] and key_of(sinks, SCHEMES[0].name) in done:
+        if first and str(sinks) in first["with sink tokens"] and key_of(SCHEMES[0].name, sinks) in done:
             add(sinks, "every one, chosen without sink tokens", first, first["with sink tokens"][str(sinks)], "")
     return markdown(["sink tokens", "scheme", "full", "loss", "more than by every one", "processor time"], rows)

@@ -99,14 +99,15 @@ def comparison(options: argparse.Namespace) -> Comparison:
     if options.beside:
         models = {folder.name.removeprefix("compare-"): read_done(folder) for folder in options.beside}
         return Comparison("swaa beside", [], lambda _: (table_of_models(models, options.seeds), []))
-    if unknown := [number for number in options.only if number not in {row.numbers for row in ROWS}]:
-        raise ConfigError(f"no row '{unknown[0]}'; there are: {'; '.join(row.numbers for row in ROWS)}")
     size, out = TINY if options.tiny else Size(), options.out.resolve()
     prepared = functools.cache(lambda: prepare(options.base, out, size))
     cells = [
-        Cell((row.numbers, *key), functools.partial(work, row, *key, out, size, prepared), dataclasses.asdict(size))
+        Cell(
+            (row.numbers, *key),
+            functools.partial(work, row, *key, out, size, prepared),
+            lambda: dataclasses.asdict(size),
+        )
         for row, *key in keys(options.seeds)
-        if row.numbers in (options.only or row.numbers)
     ]
     return Comparison("swaa", cells, lambda done: (table(done, options.seeds), []))
 

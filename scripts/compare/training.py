@@ -6,7 +6,6 @@ on. `--bases A B C` are the models that seeds 0, 1, 2 continue; default: the bun
 
 import argparse
 import functools
-import itertools
 import json
 import math
 import os
@@ -61,30 +60,28 @@ def words(overrides: Mapping[str, Any]) -> list[str]:
 
 def comparison(options: argparse.Namespace) -> Comparison:
     what = declared(options.name)
-    arms = options.only or list(what["arms"])
-    if unknown := [arm for arm in arms if arm not in what["arms"]]:
-        raise ConfigError(f"no arm '{unknown[0]}'; there are: {', '.join(what['arms'])}")
     if options.bases and what["base"] is None:
         raise ConfigError(f"--bases is for models that are continued; those of '{options.name}' start at random")
-    cells = [] if options.report_only else itertools.product(options.seeds, arms)
-    return Comparison(
-        options.name,
-        [cell(what, arm, seed, options) for seed, arm in cells],
-        lambda done: report(options.name, done, options.out),
-    )
+    cells = [cell(what, arm, seed, options) for seed in options.seeds for arm in what["arms"]]
+    return Comparison(options.name, cells, lambda done: report(options.name, done, options.out))
 
 
 def cell(what: Mapping[str, Any], arm: str, seed: int, options: argparse.Namespace) -> Cell:
-    base, run = base_of(what, seed, options.bases), options.out / "runs" / f"{arm}-seed-{seed}".replace(" ", "_")
-    more = what["tiny"] if options.tiny else {}
-    config = load_config(
-        TrainConfig,
-        ROOT / what["config"],
-        [*overrides_of(what, arm, seed, options.out, base), f"output={run}", f"seed={seed}", *words(more)],
-    )
-    settings = {"config": fingerprint(config)} | ({} if base is None else {"base": weights_sum(base)})
+    run = options.out / "runs" / f"{arm}-seed-{seed}".replace(" ", "_")
+    more = [f"output={run}", f"seed={seed}", *words(what["tiny"] if options.tiny else {})]
+
+    @functools.cache
+    def base_and_config() -> tuple[Path | None, TrainConfig]:
+        base = base_of(what, seed, options.bases)
+        overrides = overrides_of(what, arm, seed, options.out, base)
+        return base, load_config(TrainConfig, ROOT / what["config"], [*overrides, *more])
+
+    def settings() -> dict[str, str]:
+        base, config = base_and_config()
+        return {"config": fingerprint(config)} | ({} if base is None else {"base": weights_sum(base)})
 
     def measure() -> dict[str, Any]:
+        _, config = base_and_config()
         values, diverged = {}, None
         try:
             model = load_model(train(config, quiet=True), dtype=jnp.float32)

@@ -17,7 +17,6 @@ import yaml
 from scripts import train_chains
 from scripts.compare.runner import ROOT, Cell, Comparison, Done, key_of, markdown
 from scripts.compare.training import words
-from swa_jax.errors import ConfigError
 from swa_jax.settings import load_config
 from swa_jax.train.config import TrainConfig
 
@@ -32,11 +31,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def comparison(options: argparse.Namespace) -> Comparison:
-    if unknown := [arm for arm in options.only if arm not in ARMS]:
-        raise ConfigError(f"no arm '{unknown[0]}'; there are: {'; '.join(ARMS)}")
-    arms = [(arm, seed) for seed in options.seeds for arm in options.only or ARMS]
+    arms = [(arm, seed) for seed in options.seeds for arm in ARMS]
     steps = ["stages.0.steps=1", "stages.1.steps=1"] if options.tiny else []
-    cells = [Cell(key, functools.partial(work, options.out, steps, *key), options.tiny) for key in arms]
+    cells = [Cell(key, functools.partial(work, options.out, steps, *key), lambda: options.tiny) for key in arms]
     return Comparison("windows", cells, lambda done: (table(done, options.seeds), []))
 
 

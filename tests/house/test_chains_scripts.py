@@ -128,7 +128,7 @@ def test_the_card_of_the_compiled_model(tmp_path):
     tokenizer = small_tokenizer()
     wanted = card.Card(hops=(1, 3), rivals=(3,), lengths=(128,), window=WINDOW_SIZE, examples=32)
     comparison = card.of_model(compiled_chains(tokenizer), tokenizer, wanted, "sum")
-    options = argparse.Namespace(out=tmp_path, limit=None, report_only=False, docs=None)
+    options = argparse.Namespace(out=tmp_path, only=[], limit=None, report_only=False, docs=None)
     text = runner.run(comparison, options)
     done = runner.read_done(tmp_path)
     hard = card.key(wanted.hardest, "")[0]

@@ -102,13 +102,13 @@ def test_a_cell_is_measured_once_and_one_that_was_cut_off_is_none(tmp_path):
     measured = []
 
     def cell(name, settings=None):
-        return runner.Cell((name, 0), lambda: measured.append(name) or {"value": len(measured)}, settings)
+        return runner.Cell((name, 0), lambda: measured.append(name) or {"value": len(measured)}, lambda: settings)
 
     def values_of(done):
         return json.dumps([line["value"] for line in done.values()]), []
 
-    def run(*cells, limit=None, report_only=False):
-        options = argparse.Namespace(out=tmp_path, limit=limit, report_only=report_only, docs=None)
+    def run(*cells, limit=None, report_only=False, only=()):
+        options = argparse.Namespace(out=tmp_path, limit=limit, report_only=report_only, only=only, docs=None)
         return runner.run(runner.Comparison("x", cells, values_of), options)
 
     assert run(cell("a"), cell("b"), limit=1) == "[1]"
@@ -116,8 +116,10 @@ def test_a_cell_is_measured_once_and_one_that_was_cut_off_is_none(tmp_path):
     with (tmp_path / "cells.jsonl").open("a") as file:
         file.write('{"cell": ["c", 0], "val')
     assert run(cell("a"), cell("c"), report_only=True) == "[1, 2]"
-    assert run(cell("a"), cell("c")) == "[1, 2, 3]"
+    assert run(cell("a"), cell("c"), cell("d"), only=["c"]) == "[1, 2, 3]"
     assert measured == ["a", "b", "c"]
+    with pytest.raises(ConfigError, match="there is no 'e'; there are: a; d"):
+        run(cell("a"), cell("d"), only=["d", "e"])
     with pytest.raises(ConfigError, match="with other settings: name a new folder by --out"):
         run(cell("a", settings="other"))
 
@@ -161,7 +163,7 @@ def test_swat_from_the_command_line_goes_on_where_it_was(tmp_path):
     arm = "sigmoid AliRope (-+)"
     wrong = command("swat", "--only", "sigmoid", "--out", tmp_path)
     assert wrong.returncode == 1
-    assert "no arm 'sigmoid'" in wrong.stderr
+    assert "there is no 'sigmoid'" in wrong.stderr
     first = command("swat", "--tiny", "--seeds", 0, "--only", arm, "--out", tmp_path)
     assert first.returncode == 0, first.stderr
     before = lines_of(tmp_path)
