@@ -10,7 +10,7 @@ import peft
 import torch
 import transformers
 
-from scripts.goldens.cases import GOLDEN, ROOT
+from scripts.goldens.cases import GOLDEN, ROOT, some
 
 OUT = ROOT / "tests" / "checkpoint" / "peft_adapters"
 JOINED = {"target_modules": ["qkv_proj", "gate_up_proj"], "r": 3, "lora_alpha": 9}
@@ -25,6 +25,7 @@ CASES = {  # the golden model, and settings of PEFT that change what the adapter
 
 
 def write_adapters(given) -> None:
+    wanted = some(given.only, CASES)
     torch.manual_seed(0)  # PEFT draws too
     generator = torch.Generator().manual_seed(0)
     for name, (base, settings) in CASES.items():  # all are drawn, so that one alone is drawn as it is among all
@@ -38,7 +39,7 @@ def write_adapters(given) -> None:
                 parameter.add_(0.15 * torch.randn(parameter.shape, generator=generator))
             tokens = torch.randint(1, model.config.vocab_size, (2, 24), generator=generator)
             logits = tuned(tokens, use_cache=False).logits.numpy()
-        if given.only and name not in given.only:
+        if name not in wanted:
             continue
         shutil.rmtree(OUT / name, ignore_errors=True)
         tuned.save_pretrained(OUT / name)

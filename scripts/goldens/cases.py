@@ -2,6 +2,7 @@
 
 import json
 import zlib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,19 @@ def rope_settings() -> dict[str, dict[str, Any]]:
     }
 
 
-def golden_folders(only: list[str]) -> list[str]:
-    """Names of the models under tests/golden, or some of them."""
-    return only or sorted(file.parent.name for file in GOLDEN.glob("*/config.json"))
+def some(only: Sequence[str], names: Iterable[str]) -> list[str]:
+    """Those of the names that --only gives; all without it."""
+    if unknown := set(only) - {*names}:
+        raise SystemExit(f"--only: there is no '{min(unknown)}'; there are: {', '.join(names)}")
+    return [*only] or [*names]
 
 
-def merged(file: Path, only: list[str], key: str) -> dict[str, Any]:
+def golden_folders() -> list[str]:
+    """Names of the models under tests/golden."""
+    return sorted(file.parent.name for file in GOLDEN.glob("*/config.json"))
+
+
+def merged(file: Path, only: Sequence[str], key: str) -> dict[str, Any]:
     """What a file holds under `key` already, where only some of it is made anew."""
     return json.loads(file.read_text())[key] if only and file.exists() else {}
 

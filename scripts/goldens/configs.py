@@ -14,7 +14,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from scripts.goldens.cases import ROOT, write_json
+from scripts.goldens.cases import ROOT, some, write_json
 
 FAMILIES = ROOT / "tests" / "families"
 
@@ -61,19 +61,17 @@ def write_configs(given) -> None:
     (FAMILIES / "default_configs.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
     file = FAMILIES / "config_goldens.json"
     goldens = json.loads(file.read_text()) if given.only else {}
-    for source in sorted((FAMILIES / "configs").glob("*.json")):
-        if given.only and source.stem not in given.only:
-            continue
-        keys = json.loads(source.read_text())
+    for name in some(given.only, sorted(source.stem for source in (FAMILIES / "configs").glob("*.json"))):
+        keys = json.loads((FAMILIES / "configs" / f"{name}.json").read_text())
         family = keys.pop("model_type")
         known = family in CONFIG_MAPPING  # which loads lazily: `get` finds nothing
         if not known or CONFIG_MAPPING[family] not in MODEL_FOR_CAUSAL_LM_MAPPING or "text_config" in keys:
-            print(f"{source.stem}: transformers has no text model of model_type {family}")
+            print(f"{name}: transformers has no text model of model_type {family}")
             continue
         keys.pop("quantization_config", None)  # which changes no name of a plain checkpoint
         config = AutoConfig.for_model(family, **keys)
         tensors, (letters, window) = tensors_of(config), windows_of(config)
         row = {"tensors": len(tensors), "sha256": digest(tensors), "layers": letters, "sliding_window": window}
-        goldens[source.stem] = row
-        print(f"{source.stem}: {len(tensors)} tensors, {letters} {window}")
+        goldens[name] = row
+        print(f"{name}: {len(tensors)} tensors, {letters} {window}")
     write_json(file, dict(sorted(goldens.items(), key=lambda item: f"{item[0]}.json")))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from scripts.goldens.cases import GOLDEN, ROOT, golden_folders, merged, write_json
+from scripts.goldens.cases import GOLDEN, ROOT, golden_folders, merged, some, write_json
 from scripts.goldens.oracle import LOGITS
 
 TESTS = ROOT / "tests" / "checkpoint"
@@ -123,7 +123,7 @@ def check(
     sys.path.insert(0, str(TESTS))
     file, bad, checked = TESTS / f"{key}.json", 0, 0
     versions, table = merged(file, given.only, version), merged(file, given.only, key)
-    for name in golden_folders(given.only):
+    for name in some(given.only, golden_folders()):
         with tempfile.TemporaryDirectory() as temporary:
             rows = write(name, Path(temporary))
             command = [str(given.oracle), "-m", "scripts.goldens.oracle", kind, temporary, name]

@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from scripts.goldens.cases import GOLDEN, MIN_MARGIN, SHAPE, golden_folders, merged
+from scripts.goldens.cases import GOLDEN, MIN_MARGIN, SHAPE, golden_folders, merged, some
 
 NEW_TOKENS = 64
 SHARED, ENDS = 13, (6, 17)  # two prompts begin alike
@@ -60,7 +60,7 @@ def write_generation(given) -> None:
     torch.manual_seed(0)
     file = GOLDEN / "generated.json"
     found = merged(file, given.only, "models")
-    for name in golden_folders(given.only):
+    for name in some(given.only, golden_folders()):
         folder = GOLDEN / name
         model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
         found[name] = replies_of(model)

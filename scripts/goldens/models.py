@@ -21,6 +21,7 @@ from scripts.goldens.cases import (
     rope_settings,
     seed_of,
     settings_of,
+    some,
     write_json,
 )
 
@@ -263,7 +264,7 @@ def write_models(given) -> None:
     readme = GOLDEN / "README.md"
     before, *rows = readme.read_text().split("\n| `")
     known = {row.split("`")[0]: f"| `{row.strip()}" for row in rows}
-    for name in given.only or NAMES:
+    for name in some(given.only, NAMES):
         known[name] = write_case(name)
         print(known[name], flush=True)
     if not given.only:

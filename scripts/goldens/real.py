@@ -19,7 +19,7 @@ import torch
 from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from scripts.goldens.cases import GOLDEN, ROOT, write_json
+from scripts.goldens.cases import GOLDEN, ROOT, some, write_json
 
 MODELS = ROOT / "models"
 FILES = {"smollm2": "SmolLM2-135M-Instruct.Q4_1.gguf", "gemma3-270m": "gemma-3-270m-q4_k_m.gguf"}
@@ -46,7 +46,7 @@ def golden(file: str, text: str) -> dict[str, np.ndarray]:
 
 
 def write_real(given) -> None:
-    for name in given.only or FILES:
+    for name in some(given.only, FILES):
         found = golden(FILES[name], (GOLDEN / "real" / "text.txt").read_text())
         assert len(found["ids"]) >= 2000, f"{name}: {len(found['ids'])} tokens"
         save_file(found, GOLDEN / "real" / f"{name}.safetensors")
@@ -80,7 +80,7 @@ def write_losses(given) -> None:
     file, text = GOLDEN / "text_losses.json", (ROOT / "LICENSE").read_text()
     paragraphs = [part.strip() for part in text.split("\n\n") if part.strip()][:PARAGRAPHS]
     found = json.loads(file.read_text()) if given.only else {}
-    for name in given.only or FILES:
+    for name in some(given.only, FILES):
         model = AutoModelForCausalLM.from_pretrained(MODELS, gguf_file=FILES[name], dtype=torch.float32).eval()
         tokenizer = AutoTokenizer.from_pretrained(MODELS / name)
         losses = [text_loss(model, tokenizer, text, length) for length in LENGTHS]

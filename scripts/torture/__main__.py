@@ -50,8 +50,10 @@ def main() -> None:
 
         counts, bad = damage_checkpoints(given.count, random.Random(given.seed))
     else:
-        from scripts.torture.jobs import interrupt_jobs
+        from scripts.torture.jobs import COMMANDS, interrupt_jobs
 
+        if unknown := [name for name in given.only if name not in COMMANDS]:
+            parser.error(f"--only: there is no '{unknown[0]}'; there are: {', '.join(COMMANDS)}")
         counts, bad = interrupt_jobs(given)
     figures = {"seed": given.seed, "count": given.count, **counts, "bad": len(bad)}
     figures["seconds"] = round(time.monotonic() - began)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from scripts.goldens import __main__ as command
-from scripts.goldens.cases import GOLDEN, NAMES, golden_folders, rope_settings, seed_of, settings_of
+from scripts.goldens.cases import GOLDEN, NAMES, golden_folders, rope_settings, seed_of, settings_of, some
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -18,7 +18,7 @@ def test_a_golden_model_has_the_settings_of_its_case(name):
 
 
 def test_every_golden_model_is_declared():
-    assert golden_folders([]) == sorted(NAMES)
+    assert golden_folders() == sorted(NAMES)
     assert len({seed_of(name) for name in NAMES}) == len(NAMES)
     assert (seed_of("llama3-rope"), seed_of("qwen3-moe-full")) == (0, 100)
 
@@ -26,6 +26,13 @@ def test_every_golden_model_is_declared():
 def test_rope_settings_are_those_of_the_file():
     written = json.loads((GOLDEN / "rope.json").read_text())
     assert {name: one["rope_parameters"] for name, one in written.items()} == rope_settings()
+
+
+def test_only_names_what_there_is():
+    assert some([], ["a", "b"]) == ["a", "b"]
+    assert some(["b"], ["a", "b"]) == ["b"]
+    with pytest.raises(SystemExit, match="--only: there is no 'c'; there are: a, b"):
+        some(["b", "c"], ["a", "b"])
 
 
 @pytest.mark.parametrize(("kind", "needed"), [("exports", "--oracle"), ("peft", "--oracle"), ("served", "--wheel")])
