@@ -1,4 +1,4 @@
-"""Remake the model of chains: `python scripts/train_chains.py [--seed 0] [--output runs/chains-0] [--minutes 60]`.
+"""Remake the model of chains: `python -m scripts.train_chains [--seed 0] [--output runs/chains-0] [--minutes 60]`.
 
 The curriculum is `configs/chains.yaml`; --config names another, and arguments such as `sliding_window=64` change it. A
 stage ends when the model answers 90 % of the questions of every number of hops that the stage teaches, on prompts that
@@ -6,8 +6,6 @@ training does not see, or when its steps are over. Started again, the run goes o
 folder has `log.jsonl`, `state.npz`, which the run goes on from, and models in bfloat16, which every verb of `swa-jax`
 reads: `stage-N/` after each stage, and `model/` when a call ends.
 """
-
-from __future__ import annotations
 
 import argparse
 import dataclasses
@@ -42,7 +40,7 @@ from swa_jax.train.optimizer import make_optimizer
 from swa_jax.train.patterns import find_start, run_pattern
 from swa_jax.train.step import TrainState, init_state, make_step
 
-CONFIG = Path(__file__).resolve().parent.parent / "configs" / "chains.yaml"
+CONFIG = Path(__file__).resolve().parents[1] / "configs" / "chains.yaml"
 PASSED = 0.9
 CHECK_TOKENS = 24_576  # of a check, so that it costs as much at every length
 CHECK_SEED = 1_000_000  # prompts that no training seed draws
@@ -60,6 +58,10 @@ class Place:
 
 
 class Run:
+    """A curriculum, from where it was; `gap`: statements of the prompts that end a stage stand so many tokens apart, or
+    half of a row that is short.
+    """
+
     def __init__(self, config: TrainConfig, gap: int = 0):
         self.config, self.folder, self.gap = config, Path(config.output), gap
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +94,7 @@ class Run:
             made.set_state(self.data_state)
         return made
 
-    def train(self, minutes: float, steps: int | None = None) -> bool:
+    def train(self, minutes: float = float("inf"), steps: int | None = None) -> bool:
         """Train until the curriculum is over (True), or the minutes are, or the steps."""
         stop = time.monotonic() + 60 * minutes
         last = None if steps is None else self.place.steps + steps
@@ -181,33 +183,23 @@ class Run:
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m scripts.train_chains", description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, default=CONFIG)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="default: runs/chains-SEED")
-    parser.add_argument("--tokenizer", type=Path, help="default: the configuration's; made if it is not there")
-    parser.add_argument(
-        "--gap",
-        type=int,
-        default=0,
-        help="statements of the prompts that end a stage stand so many tokens apart, or half of a row that is short",
-    )
     parser.add_argument("--steps", type=int, help="stop after so many of this call; default: at the end")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many; default: at the end")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes to the configuration")
     given = parser.parse_args(arguments)
     output = given.output or Path(f"runs/chains-{given.seed}")
-    overrides = [f"seed={given.seed}", f"output={output}", *given.overrides]
-    if given.tokenizer is not None:
-        overrides.append(f"tokenizer={given.tokenizer}")
-    try:
-        run = Run(load_config(TrainConfig, given.config, overrides), given.gap)
-        done = run.train(given.minutes, given.steps)
-        run.keep("model")
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    run = Run(load_config(TrainConfig, given.config, [f"seed={given.seed}", f"output={output}", *given.overrides]))
+    done = run.train(given.minutes, given.steps)
+    run.keep("model")
     print(f"{output}: " + ("done" if done else "stopped; the same command goes on"))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        sys.exit(f"error: {error}")

@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
-import runpy
 from pathlib import Path
 
 import pytest
 from exported_patterns import fingerprint, patterns
 
+from scripts.goldens.exports import problems_of
 from swa_jax.checkpoint.servers import served_config
 from swa_jax.checkpoint.tensor_names import hf_tensors
 from swa_jax.errors import ConfigError
@@ -28,7 +28,6 @@ def test_every_golden_was_checked_under_every_pattern():
 
 
 def test_transformers_computes_what_was_exported():
-    problems_of = runpy.run_path(str(HERE.parents[1] / "scripts" / "check_exports.py"))["problems_of"]
     rows = [row for rows in TABLE["exports"].values() for row in rows.values()]
     assert [problems for row in rows if (problems := problems_of(row))] == []
     assert all(row["canary, float32"][0] == 0 for row in rows if "refused" not in row), "right, by its own canary"
@@ -40,7 +39,7 @@ def test_transformers_computes_what_was_exported():
 
 @pytest.mark.parametrize("model", MODELS)
 def test_what_is_exported_now_is_what_was_checked(model):
-    """After a change here: run scripts/check_exports.py, which has transformers look at it."""
+    """After a change here: run `python -m scripts.goldens exports`, which has transformers look at it."""
     hf = json.loads((GOLDEN / model / "config.json").read_text())
     for name, pattern in patterns(hf["num_hidden_layers"]).items():
         row = TABLE["exports"][model][name]

@@ -1,25 +1,19 @@
-"""A sample of `scripts/fuzz_import.py`, and proof that it sees what it looks for."""
+"""A sample of `python -m scripts.torture fuzz`, and proof that it sees what it looks for."""
 
-import importlib
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from scripts.torture.fuzz import fuzz
+
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    return importlib.import_module("fuzz_import")
-
-
-def test_damaged_models_are_refused_in_one_sentence_or_are_models(script):
-    counts, bad = script.fuzz(100, seed=7, logits=False)
+def test_damaged_models_are_refused_in_one_sentence_or_are_models():
+    counts, bad = fuzz(100, seed=7, logits=False)
     assert bad == []
     assert sum(counts.values()) == 100
     assert sum(number for kind, number in counts.items() if kind.endswith("refused")) > 50
@@ -42,27 +36,20 @@ PLANTED = {
 @pytest.mark.parametrize(
     "fault", [pytest.param(x, marks=pytest.mark.slow if x == "no bounds" else pytest.mark.long) for x in PLANTED]
 )
-def test_a_fault_is_seen(script, monkeypatch, fault):
+def test_a_fault_is_seen(monkeypatch, fault):
     name, make = PLANTED[fault]
     monkeypatch.setattr(name, make())
-    _, bad = script.fuzz(400, seed=7, logits=False, stop=True)
+    _, bad = fuzz(400, seed=7, logits=False, stop=True)
     assert bad
 
 
 @pytest.mark.long
 def test_an_interrupted_command_goes_on(tmp_path):
-    """`scripts/interrupt_import.py` with a small model and few signals."""
-    command = [
-        sys.executable,
-        ROOT / "scripts" / "interrupt_import.py",
-        "--times",
-        "3",
-        "--megabytes",
-        "80",
-        "--rounds",
-        "1",
-    ]
-    command += ["--json", tmp_path / "figures.json", "--folder", tmp_path]
-    done = subprocess.run(list(map(str, command)), env=os.environ.copy(), capture_output=True, text=True)
+    """`python -m scripts.torture import` with a small model and few signals."""
+    command = [sys.executable, "-m", "scripts.torture", "import", "--count", "3", "--megabytes", "80"]
+    command += ["--json", str(tmp_path / "figures.json"), "--folder", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads((tmp_path / "figures.json").read_text())["then succeeded, bit for bit"] == 3
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert sum(n for name, n in figures.items() if name.startswith("SIG")) == 3
+    assert figures["finished, all equal"] >= 1

@@ -122,7 +122,7 @@ def test_commands_read_a_model_by_its_name_to_the_end(words, tmp_path):
     assert "window" in said if words[0] == "evaluate" else (tmp_path / "out.json").stat().st_size > 0
 
 
-# ---- adapters: scripts/make_adapter_goldens.py ----
+# ---- adapters: `python -m scripts.goldens adapters` ----
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,7 +1,6 @@
 """Adapters on disk: PEFT's names and orientation, and what `adapter_config.json` says."""
 
 import json
-import runpy
 from pathlib import Path
 
 import jax
@@ -12,6 +11,7 @@ from safetensors.numpy import load_file
 from tiny_models import model_of
 from written_adapters import CASES, adapter_alone, written
 
+from scripts.goldens.exports import NOT_LOADED, problems_of
 from swa_jax.checkpoint.peft import save_adapter
 from swa_jax.families import model_config
 from swa_jax.model.lora import LoraConfig, with_lora
@@ -39,7 +39,7 @@ def test_an_adapter_has_pefts_names_and_orientation(tmp_path):
     assert said["target_modules"] == ["q_proj", "down_proj"]
 
 
-# ---- what PEFT made of them: scripts/check_peft.py ----
+# ---- what PEFT made of them: `python -m scripts.goldens peft` ----
 
 HERE = Path(__file__).parent
 GOLDEN = HERE.parent / "golden"
@@ -49,23 +49,20 @@ TABLE = json.loads((HERE / "adapters.json").read_text())
 
 def test_peft_computes_what_was_written():
     assert set(TABLE["adapters"]) == set(MODELS)
-    script = runpy.run_path(str(HERE.parents[1] / "scripts" / "check_peft.py"))
-    problems_of = script["problems_of"]
     for model, rows in TABLE["adapters"].items():
         assert set(rows) == set(CASES), model
         for case, row in rows.items():
-            assert bool(problems_of(row)) == ((model, case) in script["NOT_LOADED"]), (model, case)
+            assert bool(problems_of(row)) == ((model, case) in NOT_LOADED), (model, case)
     bad = {"tensors not matched": ["x"], "difference": float("nan"), "changes logits by": 0.0}
     assert len(problems_of(bad)) == 3
 
 
 @pytest.mark.parametrize("model", sorted(TABLE["adapters"]))
 def test_what_is_written_now_is_what_was_checked(model, tmp_path, caplog):
-    """After a change here: run scripts/check_peft.py, which has PEFT look at it. Of what it does not load we warn."""
+    """After a change here: run `python -m scripts.goldens peft`. Of what PEFT does not load we warn."""
     config = model_config(json.loads((GOLDEN / model / "config.json").read_text()))
-    not_loaded = runpy.run_path(str(HERE.parents[1] / "scripts" / "check_peft.py"))["NOT_LOADED"]
     for case in CASES:
         caplog.clear()
         folder = save_adapter(adapter_alone(config, case), tmp_path / case)
         assert written(folder) == TABLE["adapters"][model][case]["fingerprint"], case
-        assert ("PEFT 0.21 does not load" in caplog.text) == ((model, case) in not_loaded), case
+        assert ("PEFT 0.21 does not load" in caplog.text) == ((model, case) in NOT_LOADED), case

@@ -1,4 +1,4 @@
-"""Chat templates, named and end tokens of drawn folders, against transformers (`scripts/make_text_goldens.py`)."""
+"""Chat templates, named and end tokens of drawn folders, against transformers (`python -m scripts.goldens texts`)."""
 
 import json
 from pathlib import Path

@@ -17,7 +17,7 @@ from swa_jax.model.pattern import AttentionPattern
 
 pytestmark = pytest.mark.models
 ROOT = Path(__file__).parents[2]
-# Written by scripts/make_text_losses.py: by transformers and lm-evaluation-harness, from the same files.
+# Written by `python -m scripts.goldens losses`: by transformers and lm-evaluation-harness, from the same files.
 FOUND = json.loads((ROOT / "tests" / "golden" / "text_losses.json").read_text())
 
 

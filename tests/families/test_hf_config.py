@@ -17,7 +17,7 @@ DEFAULTS = json.loads(Path(__file__).with_name("default_configs.json").read_text
 
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"swat"}))
 def test_a_key_that_is_absent_has_the_default_of_transformers(family):
-    assert family in DEFAULTS, "run scripts/make_config_goldens.py, which says where"
+    assert family in DEFAULTS, "run python -m scripts.goldens configs, which says where"
     keys = DEFAULTS[family]
     full = model_config(keys), hf_pattern(keys)
     sizes = {"model_type": family} | {key: keys[key] for key in SIZES}

@@ -14,7 +14,7 @@ from swa_jax.model.pattern import AttentionPattern
 
 HERE = Path(__file__).parent
 CONFIGS = {file.stem: json.loads(file.read_text()) for file in (HERE / "configs").glob("*.json")}
-# From transformers' own models: see scripts/make_config_goldens.py.
+# From transformers' own models: see python -m scripts.goldens configs.
 GOLDENS = json.loads((HERE / "config_goldens.json").read_text())
 
 UNKNOWN = "config.json: model_type '{}' is not supported; supported: "

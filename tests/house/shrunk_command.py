@@ -37,10 +37,7 @@ MOST = {
     "--rounds": 1,
     "--new-tokens": 8,
     "--max-new-tokens": 8,
-    "--kills": 1,
-    "--terms": 1,
     "--count": 3,
-    "--times": 1,
     "--megabytes": 60,
     "--tries": 1,
     "--options": 0,
@@ -61,20 +58,20 @@ INSTEAD = {
 ADDED = {
     "python -m launch.tpu_vm": ["--dry-run"],  # no cloud here
     "python -m launch.gke": ["--dry-run"],
-    "python scripts/compare_training.py swiattn": ["--tiny", "--arms", "swiattn", "swa-cpt"],
-    "python scripts/compare_training.py swiattn-chains": ["--tiny", "--arms", "swiattn", "swa-cpt"],
-    "python scripts/compare_training.py swiattn-ablations": ["--tiny", "--arms", "swiattn", "V1, gamma = base"],
-    "python scripts/compare_training.py swat": ["--tiny", "--arms", "vanilla 32", "sliding 32"],
-    "python scripts/compare_training.py swat-longer": ["--tiny", "--arms", "sliding 32, Muon"],
-    "python scripts/compare_swaa.py": ["--tiny", "--cells", "2"],
-    "python scripts/compare_peers.py": ["--calls", "1"],
-    "python scripts/compare_searches.py": ["--prompts", "1", "--others", "2", "--budgets", "1"],
-    "python scripts/plant_faults.py": ["--list"],  # hours
-    "python scripts/draw_faults.py": ["--list"],
-    "python scripts/train_chains.py": ["--steps", "1"],
-    "python scripts/compare_windows.py": ["--seeds", "0", "--arms", "window 4", "--minutes", "0.01"],
-    "python scripts/compare_plants.py": ["--method", "kl", "--placement", "chains"],
-    "python scripts/chains_card.py": ["--hops", "1", "--rivals", "1", "--lengths", "128"],
+    "python -m scripts.compare swiattn": ["--tiny", "--only", "swiattn", "swa-cpt"],
+    "python -m scripts.compare swiattn-chains": ["--tiny", "--only", "swiattn", "swa-cpt"],
+    "python -m scripts.compare swiattn-ablations": ["--tiny", "--only", "swiattn", "V1, gamma = base"],
+    "python -m scripts.compare swat": ["--tiny", "--only", "vanilla 32", "sliding 32"],
+    "python -m scripts.compare swat-longer": ["--tiny", "--only", "sliding 32, Muon"],
+    "python -m scripts.compare swaa": ["--tiny", "--limit", "2"],
+    "python -m scripts.compare windows": ["--tiny", "--only", "window 4"],
+    "python -m scripts.compare peers": ["--limit", "1"],
+    "python -m scripts.compare searches": ["--prompts", "1", "--others", "2", "--budgets", "1"],
+    "python -m scripts.compare plants": ["--only", "kl", "--placement", "chains", "--seeds", "0"],
+    "python -m scripts.compare card": ["--hops", "1", "--rivals", "1", "--lengths", "128"],
+    "python -m scripts.train_chains": ["--steps", "1"],
+    "python -m scripts.faults plant": ["--list"],  # hours
+    "python -m scripts.faults draw": ["--list"],
     # One small layer; the pattern of qwen3-8b.yaml is for 36.
     "swa-jax compile": [
         "model.num_hidden_layers=1",
@@ -96,6 +93,7 @@ NOT_RUN = {
     "pip install": "nothing is downloaded in tests",
     "python checkpoints/qwen3-vllm/check_server.py": "there is no server; tests/checkpoint plants some",
     "python -m pytest -n 8": "it needs an NVIDIA GPU",
+    "python -m scripts.goldens": "it needs torch and transformers",
     "swa-jax evaluate harness": "lm-evaluation-harness is no dependency, and its tasks fetch data",
 }
 # Compiling for a pod takes a minute and more. A command that stands in this page too is run there only.

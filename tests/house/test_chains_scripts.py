@@ -1,6 +1,7 @@
-"""scripts/train_chains.py, compare_windows.py and chains_card.py: stopped and resumed, passed early, a hybrid from a
-random start, a table of known runs, and a card of known scores."""
+"""`python -m scripts.train_chains`, `scripts.compare windows` and `card`: stopped and resumed, passed early, a hybrid
+from a random start, a table of known runs, and a card of known scores."""
 
+import argparse
 import json
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 import yaml
 from compiled_chains import CLASSES, LAYERS, SERVES, WINDOW_SIZE, compiled_chains, small_tokenizer
 
+from scripts import train_chains as train
+from scripts.compare import card, runner, windows
 from swa_jax import load_model
 from swa_jax.data.lessons import write_tokenizer
 from swa_jax.model.layer_types import FULL, WINDOW
@@ -16,11 +19,6 @@ from swa_jax.settings import load_config
 from swa_jax.train.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def scripts(load_script):
-    return load_script("train_chains"), load_script("chains_card")
 
 
 def test_the_curriculum_grows():
@@ -56,12 +54,11 @@ def tiny(tmp_path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_and_ends_stages_early(scripts, tiny, monkeypatch):
-    train, _ = scripts
+def test_a_run_goes_on_and_ends_stages_early(tiny, monkeypatch):
     monkeypatch.setattr(train, "CHECK_TOKENS", 64 * 16)
 
     def run(output, *more):
-        options = ("--config", tiny / "tiny.yaml", "--tokenizer", tiny / "tokenizer", "--output", tiny / output)
+        options = ("--config", tiny / "tiny.yaml", "--output", tiny / output, f"tokenizer={tiny / 'tokenizer'}")
         train.main([str(word) for word in (*options, *more)])
         with np.load(tiny / output / "state.npz") as saved:
             return {name: saved[name] for name in saved.files}
@@ -86,8 +83,7 @@ def test_a_run_goes_on_and_ends_stages_early(scripts, tiny, monkeypatch):
     assert (early["stage"], early["steps"]) == (2, 4)
 
 
-def test_a_hybrid_is_checked_beyond_its_window(scripts, tiny, monkeypatch):
-    train, _ = scripts
+def test_a_hybrid_is_checked_beyond_its_window(tiny, monkeypatch):
     changes = [f"output={tiny / 'hybrid'}", f"tokenizer={tiny / 'tokenizer'}", "pattern=interleave-1-in-2"]
     run = train.Run(
         load_config(TrainConfig, tiny / "tiny.yaml", [*changes, "sliding_window=4", "nope_full_layers=true"]), gap=48
@@ -108,56 +104,49 @@ def test_a_hybrid_is_checked_beyond_its_window(scripts, tiny, monkeypatch):
         assert asked.pop() == gap
 
 
-def test_the_table_of_windows_tells_what_was_not_learned(load_script, tmp_path):
-    windows = load_script("compare_windows")
+def test_the_table_of_windows_tells_what_was_not_learned(tmp_path):
     ends = {  # by seed: of each stage the tokens and the accuracy at its end
         0: [(200_000, 0.5), (400_000, 0.93)],
         1: [(300_000, 0.91), (900_000, 0.7)],
-        2: [(300_000, 0.91)],  # goes on
     }
+    done = {}
     for seed, stages in ends.items():
-        folder = windows.folder_of(tmp_path, "window 4", seed)
-        folder.mkdir()
         lines = [
             {"stage": stage, "tokens": tokens + more, "accuracy": {"1": accuracy}}
             for stage, (tokens, accuracy) in enumerate(stages)
             for more in (-50_000, 0)
         ]
-        (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        (folder / f"stage-{len(stages)}").mkdir()
-    assert windows.table(tmp_path, [0, 1, 2]).splitlines()[2:] == [
+        (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        done[json.dumps(["window 4", seed])] = {"ends": windows.ends_of(tmp_path)}
+    assert windows.table(done, [0, 1, 2]).splitlines()[2:] == [
         "| window 4 | 0, 1 | 0.20 (not learned), 0.30 | 0.40, 0.90 (not learned) | 0.65 |"
     ]
 
 
 @pytest.mark.long
-def test_the_card_of_the_compiled_model(scripts):
-    _, card = scripts
+def test_the_card_of_the_compiled_model(tmp_path):
     tokenizer = small_tokenizer()
-    model = compiled_chains(tokenizer)
     wanted = card.Card(hops=(1, 3), rivals=(3,), lengths=(128,), window=WINDOW_SIZE, examples=32)
-    saved = []
-    measured = card.measure(model, tokenizer, wanted, {}, saved.append)
-    score = {key: row["score"] for key, row in measured.items()}
-    hard = card.key_of(wanted.hardest, "")
-    assert score[hard + "full"] == 1
-    assert score[hard + "window, full-attention decode"] == 0
+    comparison = card.of_model(compiled_chains(tokenizer), tokenizer, wanted, "sum")
+    options = argparse.Namespace(out=tmp_path, only=[], limit=None, report_only=False, docs=None)
+    text = runner.run(comparison, options)
+    done = runner.read_done(tmp_path)
+    hard = card.key(wanted.hardest, "")[0]
+    score = {key[1]: row["score"] for row in done.values() if (key := row["cell"])[0] == hard}
+    assert score["full"] == 1
+    assert score["window, full-attention decode"] == 0
     for layer in range(LAYERS):
-        assert (score[f"{hard}layer {layer}"] <= 0.9) == (layer in SERVES)
+        assert (score[f"layer {layer}"] <= 0.9) == (layer in SERVES)
         for head in range(CLASSES):
-            windowed, removed = (score[f"{hard}{part} {layer}.{head}"] for part in ("head", "no head"))
+            windowed, removed = (score[f"{part} {layer}.{head}"] for part in ("head", "no head"))
             assert (windowed < 1) == (head in SERVES.get(layer, ()))
             # Layer 0 looks one and two tokens back, which a window does not hide.
             assert (removed < 1) == (head in SERVES.get(layer, ()) or (layer == 0 and head < 2))
-    removed = [score[f"{hard}no layer {layer}"] <= 0.9 for layer in range(LAYERS)]
+    removed = [score[f"no layer {layer}"] <= 0.9 for layer in range(LAYERS)]
     assert removed == [layer in (0, *SERVES) for layer in range(LAYERS)]
     # Nothing of what was removed is missing afterwards.
-    again = {key: row for key, row in measured.items() if key != hard + "full"}
-    assert card.measure(model, tokenizer, wanted, again) == measured
-    text = card.markdown(wanted, measured, LAYERS, CLASSES)
+    (again,) = (cell.measure() for cell in comparison.cells if cell.key == (hard, "full"))
+    assert again["score"] == 1
     assert "| 1 | 3 | 128 | 100 [89, 100] | 0 [0, 11] | 100 [89, 100] |" in text
     assert "| 3 | 3 | 128 | 100 [89, 100] | 0 [0, 11] | 0 [0, 11] |" in text
     assert "- layers: 4 of 8: layer 2 (" in text
-    # What is known is not measured again.
-    assert card.measure(model, tokenizer, wanted, measured, saved.append) == measured
-    assert len(saved) == len(measured)

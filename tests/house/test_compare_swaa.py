@@ -1,13 +1,13 @@
-"""scripts/compare_swaa.py: every row of SWAA's Table 1, its cells in order, and the table of those that are done."""
+"""`python -m scripts.compare swaa`: every row of SWAA's Table 1, its cells in order, and the table of those done."""
 
-import dataclasses
 import json
 
 import pytest
 
+from scripts.compare.runner import read_done
 from swa_jax.errors import ConfigError
 
-SCRIPT = "compare_swaa"
+SCRIPT = "compare.swaa"
 
 
 def test_every_row_of_table_1_is_there_once(script):
@@ -25,21 +25,20 @@ def test_every_row_of_table_1_is_there_once(script):
 
 
 def test_all_cells_come_once_the_papers_rows_first(script):
-    cells = list(script.cells([0, 1, 2]))
-    keys = [json.dumps(cell.key) for cell in cells]
+    keys = [(row.numbers, data, seed) for row, data, seed in script.keys([0, 1, 2])]
     assert len(set(keys)) == len(keys) == 26 + 11 * 3 * 3 + 15 * 3 * 2
-    assert {cell.data for cell in cells[:26]} == {"none"}
-    assert [cell.seed for cell in cells[26:48]] == [0] * 22
+    assert {data for _, data, _ in keys[:26]} == {"none"}
+    assert [seed for *_, seed in keys[26:48]] == [0] * 22
 
 
 def test_the_table_of_what_is_done(script, tmp_path):
     """Paired differences over the seeds that both have; a cell that was cut off is not there."""
 
     def line(numbers, data, seed, right, loss):
-        losses = {1: [loss / 8] * 4, 4: [loss / 8, loss / 8, loss / 8, loss / 8 + 0.8]}
-        scores = {f"needles-{keys}": {"right": right, "losses": losses[keys]} for keys in (1, 4)}
+        losses = {1: [loss / 8] * 4, 2: [loss / 8] * 4, 3: [loss / 8, loss / 8, loss / 8, loss / 8 + 0.6]}
+        scores = {f"chains-{hops}": {"right": right, "losses": losses[hops]} for hops in (1, 2, 3)}
         scores["text"] = {"losses": [loss, loss + 0.2]}
-        return {"cell": [numbers, data, seed], "size": dataclasses.asdict(script.Size()), "scores": scores}
+        return {"cell": [numbers, data, seed], "scores": scores}
 
     lines = [
         line("4, 27", "none", 0, [0.0, 0.0, 0.0, 1.0], 3.0),
@@ -49,23 +48,22 @@ def test_the_table_of_what_is_done(script, tmp_path):
     ]
     file = tmp_path / "cells.jsonl"
     file.write_text("".join(json.dumps(one) + "\n" for one in lines) + '{"cell": ["4, 27", "repl')
-    done = script.read_cells(tmp_path, script.Size())
+    done = read_done(tmp_path)
     assert len(done) == 4
     assert len(file.read_text().splitlines()) == 4
-    (row,) = [
-        one for one in script.table("recall", script.Done(done, [0, 1, 2])).splitlines() if one.startswith("| 4, 27 |")
-    ]
+    (row,) = [one for one in script.table(done, [0, 1, 2]).splitlines() if one.startswith("| 4, 27 |")]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[:6] == ["4, 27", "32", "none", "0", "yes", "1"]
-    assert cells[6:9] == ["25 / 25 / 75 / -", "25 / 25 / 75 / -", "0.4750 / 0.3500 / 0.4125 / -"]
-    assert cells[9].startswith("+0.0625 [")
-    assert cells[10] == "3.10 / 2.10 / 2.60 / -"
-    assert cells[11].startswith("+0.50 [")
+    assert cells[6:10] == ["25 / 25 / 75 / -"] * 4
+    assert cells[11] == "0.4250 / 0.3000 / 0.3625 / -"
+    assert cells[12].startswith("+0.0625 [")
+    assert cells[13] == "3.10 / 2.10 / 2.60 / -"
+    assert cells[14].startswith("+0.50 [")
 
 
 def chain_scores(right):
     found = {f"chains-{hops}": {"right": right, "losses": [0.5] * 4} for hops in (1, 2, 3)}
-    return found | {"text": {"losses": [2.0, 2.2]}}
+    return {"scores": found | {"text": {"losses": [2.0, 2.2]}}}
 
 
 def test_of_chains_all_that_is_found_is_compared_as_well(script):
@@ -73,7 +71,7 @@ def test_of_chains_all_that_is_found_is_compared_as_well(script):
         json.dumps(["4, 27", "text", 0]): chain_scores([0.0, 0.0, 0.0, 1.0]),
         json.dumps(["4, 27", "replies", 0]): chain_scores([1.0, 0.0, 1.0, 1.0]),
     }
-    head, _, *rows = script.table("chains", script.Done(done, [0])).splitlines()
+    head, _, *rows = script.table(done, [0]).splitlines()
     (row,) = [one for one in rows if one.startswith("| 4, 27 |")]
     by_title = dict(zip(*([cell.strip() for cell in line.strip("|").split("|")] for line in (head, row)), strict=True))
     assert by_title["2 hops, %"] == by_title["found in all, %"] == "- / 25 / 75 / -"
@@ -84,13 +82,12 @@ def test_models_stand_beside_each_other_where_both_were_trained(script):
     none, text, replies = [0.0] * 4, [0.0, 0.0, 0.0, 1.0], [1.0, 0.0, 1.0, 1.0]
 
     def model(trained, *rows):
-        cells = {json.dumps([row, data, 0]): chain_scores(found) for row in rows for data, found in trained}
-        return script.Done(cells, [0, 1, 2])
+        return {json.dumps([row, data, 0]): chain_scores(found) for row in rows for data, found in trained}
 
     trained = [("none", none), ("text", text), ("replies", replies)]
     first = model(trained, "4, 27", "33")
     second = model([("none", none), ("text", none), ("replies", text)], "4, 27")
-    said, _, head, _, *rows = script.table_of_models({"chains": first, "chains-1": second}).splitlines()
+    said, _, head, _, *rows = script.table_of_models({"chains": first, "chains-1": second}, [0, 1, 2]).splitlines()
     assert said == "Right answers over all hops, %, of chains, chains-1; seeds: 1, 1."
     (row,) = ([cell.strip() for cell in one.strip("|").split("|")] for one in rows)  # 33: one model only
     assert row[:5] == ["4, 27", "32", "none", "0", "yes"]
@@ -108,15 +105,4 @@ def test_a_folder_keeps_to_one_model(script, tmp_path):
 
     checkpoint(tmp_path / "model", "ab")
     with pytest.raises(ConfigError, match=r"has cells of another model than .*other: name another --out"):
-        script.prepare("chains", checkpoint(tmp_path / "other", "cd"), tmp_path, script.TINY)
-
-
-@pytest.mark.parametrize("name", ["recall", "chains"])
-def test_a_table_goes_into_its_own_place(script, tmp_path, name):
-    marks = {one: f"<!-- swaa: made by scripts/compare_swaa.py --model {one} -->" for one in ("recall", "chains")}
-    end = "<!-- end of swaa -->"
-    page = tmp_path / "page.md"
-    page.write_text("".join(f"before\n{mark}\nold\n{end}\n" for mark in marks.values()))
-    script.put_into(page, f"--model {name}", "NEW")
-    texts = {one: "\nNEW\n" if one == name else "old" for one in marks}
-    assert page.read_text() == "".join(f"before\n{mark}\n{texts[one]}\n{end}\n" for one, mark in marks.items())
+        script.prepare(checkpoint(tmp_path / "other", "cd"), tmp_path, script.TINY)

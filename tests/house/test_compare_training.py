@@ -1,5 +1,6 @@
-"""scripts/compare_training.py: a few steps of some arms, resumed, reported; the verdicts on what is known."""
+"""`python -m scripts.compare`, of training: some arms, resumed, reported; the verdicts on what is known."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from scripts.compare import measures, runner
 from swa_jax.checkpoint.named import model_folder
 from swa_jax.data.chains import ChainWords
 from swa_jax.data.tokenizer import load_tokenizer
@@ -18,23 +20,21 @@ from swa_jax.settings import load_config
 from swa_jax.train.loop import TrainConfig
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = "compare_training"
+SCRIPT = "compare.training"
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def command(*arguments):
     return subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "compare_training.py"), *map(str, arguments)],
-        capture_output=True,
-        text=True,
+        [sys.executable, "-m", "scripts.compare", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True
     )
 
 
 @pytest.mark.parametrize("name", ["swiattn", "swiattn-chains", "swiattn-ablations", "swat", "swat-longer"])
 def test_every_arm_is_a_configuration_and_every_claim_is_about_an_arm(script, name):
-    comparison = script.COMPARISONS[name]
+    what = script.declared(name)
     configs = {
-        arm: load_config(TrainConfig, ROOT / comparison.CONFIG, overrides) for arm, overrides in comparison.ARMS.items()
+        arm: load_config(TrainConfig, ROOT / what["config"], script.words(of)) for arm, of in what["arms"].items()
     }
     assert len({script.fingerprint(config) for config in configs.values()}) == len(configs)
     if name.startswith("swat"):  # the arms are compared after the same tokens
@@ -42,8 +42,9 @@ def test_every_arm_is_a_configuration_and_every_claim_is_about_an_arm(script, na
         assert {s.steps * s.batch_size * s.sequence_length for s in stages} == {
             500 * 2048 * (4 if name == "swat-longer" else 1)
         }
-    for _, _, higher, lower in comparison.CLAIMS:
-        assert {higher[0], lower[0]} <= set(configs)
+    for _, _, (arm, value), (other, lower) in what["claims"]:
+        assert {arm, other} <= set(configs)
+        assert {value, lower} <= {*what["columns"], "right"}
 
 
 @pytest.mark.parametrize(
@@ -79,12 +80,12 @@ def test_table_counts_seeds_and_says_what_diverged(script):
     assert script.verdicts(runs, claims).splitlines()[2:] == ["| b above a | 2, 1 | +inf, +2.000 | too few seeds |"]
 
 
-def test_report_goes_between_its_marks(script, tmp_path):
+def test_report_goes_between_its_marks(tmp_path):
     document = tmp_path / "d.md"
-    marks = "<!-- swat: made by scripts/compare_training.py -->\n{}<!-- end of swat -->"
+    marks = "<!-- swat -->\n{}<!-- end of swat -->"
     document.write_text("before\n" + marks.format("old") + "\nafter\n")
     (tmp_path / "a.png").write_bytes(PNG)
-    script.put_into(document, "swat", "new", [("a.png", "A picture")], tmp_path)
+    runner.put_into(document, "swat", "swat", "new", [(tmp_path / "a.png", "A picture")])
     text = document.read_text()
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
@@ -93,33 +94,56 @@ def test_report_goes_between_its_marks(script, tmp_path):
     assert "![A picture](images/compare-swat-a.png)" in text
     assert (tmp_path / "images" / "compare-swat-a.png").read_bytes() == PNG
     with pytest.raises(ConfigError, match="has no '<!-- swiattn"):
-        script.put_into(document, "swiattn", "new", [], tmp_path)
+        runner.put_into(document, "swiattn", "swiattn", "new")
+    assert document.read_text() == text
+
+
+def test_a_cell_is_measured_once_and_one_that_was_cut_off_is_none(tmp_path):
+    measured = []
+
+    def cell(name, settings=None):
+        return runner.Cell((name, 0), lambda: measured.append(name) or {"value": len(measured)}, lambda: settings)
+
+    def values_of(done):
+        return json.dumps([line["value"] for line in done.values()]), []
+
+    def run(*cells, limit=None, report_only=False, only=()):
+        options = argparse.Namespace(out=tmp_path, limit=limit, report_only=report_only, only=only, docs=None)
+        return runner.run(runner.Comparison("x", cells, values_of), options)
+
+    assert run(cell("a"), cell("b"), limit=1) == "[1]"
+    assert run(cell("a"), cell("b")) == (tmp_path / "table.md").read_text().strip() == "[1, 2]"
+    with (tmp_path / "cells.jsonl").open("a") as file:
+        file.write('{"cell": ["c", 0], "val')
+    assert run(cell("a"), cell("c"), report_only=True) == "[1, 2]"
+    assert run(cell("a"), cell("c"), cell("d"), only=["c"]) == "[1, 2, 3]"
+    assert measured == ["a", "b", "c"]
+    with pytest.raises(ConfigError, match="there is no 'e'; there are: a; d"):
+        run(cell("a"), cell("d"), only=["d", "e"])
+    with pytest.raises(ConfigError, match="with other settings: name a new folder by --out"):
+        run(cell("a", settings="other"))
 
 
 def test_each_seed_continues_its_own_model(script, tmp_path):
-    comparison = script.COMPARISONS["swiattn-chains"]
-    names = ["recall", "chains"]
-    bases = [model_folder(name) for name in names]
-    assert script.base_of(comparison, 1, names) == bases[1]
+    what = script.declared("swiattn-chains")
+    bundled = model_folder("chains")
+    assert script.base_of(what, 1, ["nowhere", "chains"]) == script.base_of(what, 1, []) == bundled
     with pytest.raises(ConfigError, match="seed 2 has no model to continue: --bases names 2"):
-        script.base_of(comparison, 2, names)
-    assert script.base_of(script.COMPARISONS["swat"], 0, []) is None
-    pattern = AttentionPattern.from_recipe("layers:2,5", 8, sliding_window=32)
-    pattern.to_json(tmp_path / "chosen-1.json")
-    arm = "static-hybrid, chosen layers"
-    overrides = script.overrides_of(comparison, arm, 1, tmp_path, bases[1])
-    assert overrides == ["method=null", "pattern=layers:2,5", f"init_from={bases[1]}"]
-    assert script.overrides_of(comparison, "full", 0, tmp_path, bases[0]) == ["method=full", f"init_from={bases[0]}"]
+        script.base_of(what, 2, ["chains", "chains"])
+    assert script.base_of(script.declared("swat"), 0, []) is None
+    AttentionPattern.from_recipe("layers:2,5", 8, sliding_window=32).to_json(tmp_path / "chosen-1.json")
+    overrides = script.overrides_of(what, "static-hybrid, chosen layers", 1, tmp_path, bundled)
+    assert overrides == ["method=null", "pattern=layers:2,5", f"init_from={bundled}"]
+    assert script.overrides_of(what, "full", 0, tmp_path, bundled) == ["method=full", f"init_from={bundled}"]
 
 
-def test_where_chains_are_carried_on(script):
+def test_where_chains_are_carried_on():
     """The ends of statements: of the one with the number, and of those with a name."""
-    chains = sys.modules["compare_swiattn_chains"]
     tokenizer = load_tokenizer(ROOT / "swa_jax" / "chains")
     cell = ChainCell(3, 1, 64)
     examples = chain_examples(tokenizer, cell, num_examples=2, seed=3)
-    tokens, answers = chains.answer_queries(examples)
-    numbers, names = chains._statement_ends(examples, tokens.shape)
+    tokens, answers = measures.answer_queries(examples)
+    numbers, names = measures.statement_ends(examples, tokens.shape)
     words = ChainWords.of(tokenizer)
     assert numbers.sum() == 2
     assert np.isin(tokens[numbers == 1], words.numbers).all()
@@ -129,48 +153,52 @@ def test_where_chains_are_carried_on(script):
     assert tokens.shape == (2, 64)
 
 
+def lines_of(folder):
+    lines = [json.loads(line) for line in (folder / "cells.jsonl").read_text().splitlines()]
+    return {tuple(line["cell"]): line for line in lines}
+
+
 @pytest.mark.long
 def test_swat_from_the_command_line_goes_on_where_it_was(tmp_path):
     arm = "sigmoid AliRope (-+)"
-    wrong = command("swat", "--arms", "sigmoid", "--out", tmp_path)
-    assert wrong.returncode == 2
-    assert "no arm 'sigmoid'" in wrong.stderr
-    first = command("swat", "--tiny", "--seeds", 0, "--arms", arm, "--out", tmp_path)
+    wrong = command("swat", "--only", "sigmoid", "--out", tmp_path)
+    assert wrong.returncode == 1
+    assert "there is no 'sigmoid'" in wrong.stderr
+    first = command("swat", "--tiny", "--seeds", 0, "--only", arm, "--out", tmp_path)
     assert first.returncode == 0, first.stderr
-    before = json.loads((tmp_path / "results.json").read_text())
-    assert list(before) == [f"{arm} | 0"]
-    assert 6 < before[f"{arm} | 0"]["values"]["32"] < 8  # log 1024 = 6.9
-    again = command("swat", "--tiny", "--seeds", 0, "--arms", arm, "--out", tmp_path)
+    before = lines_of(tmp_path)
+    assert list(before) == [(arm, 0)]
+    assert 6 < before[arm, 0]["values"]["32"] < 8  # log 1024 = 6.9
+    again = command("swat", "--tiny", "--seeds", 0, "--only", arm, "--out", tmp_path)
     assert again.returncode == 0, again.stderr
-    assert json.loads((tmp_path / "results.json").read_text()) == before
+    assert lines_of(tmp_path) == before
     for picture in ("table-3.png", "loss.png"):
         assert (tmp_path / picture).read_bytes().startswith(PNG)
-    other = command("swat", "--seeds", 0, "--arms", arm, "--out", tmp_path)
+    other = command("swat", "--seeds", 0, "--only", arm, "--out", tmp_path)
     assert other.returncode == 1
-    assert "with other settings: name a new folder with --out" in other.stderr
+    assert "with other settings: name a new folder by --out" in other.stderr
 
 
 @pytest.mark.long
 def test_swiattn_from_the_command_line(tmp_path):
-    done = command("swiattn", "--tiny", "--seeds", 0, "--arms", "swiattn", "swa-zero-shot", "--out", tmp_path)
+    done = command("swiattn", "--tiny", "--seeds", 0, "--only", "swiattn", "swa-zero-shot", "--out", tmp_path)
     assert done.returncode == 0, done.stderr
-    results = json.loads((tmp_path / "results.json").read_text())
-    routed, windowed = (results[f"{arm} | 0"] for arm in ("swiattn", "swa-zero-shot"))
+    routed, windowed = (lines_of(tmp_path)[arm, 0] for arm in ("swiattn", "swa-zero-shot"))
     assert 0 < routed["values"]["full ratio"] < 1
     assert windowed["values"]["full ratio"] == 0
     assert len(routed["ratio_by_layer"][0]) == 8
     assert windowed["loss"] == []  # no step
     assert 2 < routed["values"]["text loss"] < 4
-    assert (tmp_path / "ratio-swiattn.png").read_bytes().startswith(PNG)
+    for picture in ("loss.png", "ratio-swiattn.png", "needles.png"):
+        assert (tmp_path / picture).read_bytes().startswith(PNG)
 
 
 @pytest.mark.long
 def test_swiattn_on_chains_from_the_command_line(tmp_path):
     arms = ("swiattn", "static-hybrid, chosen layers", "swa-zero-shot")
-    done = command("swiattn-chains", "--tiny", "--seeds", 0, "--arms", *arms, "--out", tmp_path)
+    done = command("swiattn-chains", "--tiny", "--seeds", 0, "--only", *arms, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
-    results = json.loads((tmp_path / "results.json").read_text())
-    routed, hybrid, windowed = (results[f"{arm} | 0"] for arm in arms)
+    routed, hybrid, windowed = (lines_of(tmp_path)[arm, 0] for arm in arms)
     assert 0 < routed["values"]["full ratio, far hops"] < 1
     assert hybrid["values"]["full ratio, far hops"] == 0.5
     assert hybrid["pattern"].startswith("layers:")
@@ -178,9 +206,7 @@ def test_swiattn_on_chains_from_the_command_line(tmp_path):
     assert hybrid["values"]["right"] > windowed["values"]["right"]
     for picture in ("loss.png", "right.png", "tokens-swiattn.png"):
         assert (tmp_path / picture).read_bytes().startswith(PNG)
-    other = command(
-        "swiattn-chains", "--tiny", "--seeds", 0, "--arms", "swiattn", "--out", tmp_path, "--bases", tmp_path / "runs"
-        / "swiattn-seed-0" / "model",
-    )  # fmt: skip
+    base = tmp_path / "runs" / "swiattn-seed-0" / "model"
+    other = command("swiattn-chains", "--tiny", "--seeds", 0, "--only", "swiattn", "--out", tmp_path, "--bases", base)
     assert other.returncode == 1
-    assert "with other settings: name a new folder with --out" in other.stderr
+    assert "with other settings: name a new folder by --out" in other.stderr

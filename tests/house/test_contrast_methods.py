@@ -1,13 +1,14 @@
-"""scripts/contrast_methods.py: differences, verdicts and power of a comparison whose scores are known."""
+"""`python -m scripts.compare contrasts`: differences, verdicts and power of a comparison whose scores are known."""
 
 import json
 
 import numpy as np
 import pytest
 
+from scripts.compare.__main__ import main
 from swa_jax.errors import ConfigError
 
-SCRIPT = "contrast_methods"
+SCRIPT = "compare.contrasts"
 
 
 def exact(right, n=50):
@@ -93,10 +94,10 @@ def test_power_grows_with_prompts(script):
     assert script.detectable(few) > 2 * script.detectable(many)
 
 
-def test_the_tables_go_into_a_document(script, folder, monkeypatch, capsys):
+def test_the_tables_go_into_a_document(folder):
     document = folder / "page.md"
     document.write_text(f"before\n<!-- contrasts: {folder.name} -->\nold\n<!-- end of contrasts -->\nafter\n")
-    script.main([str(folder), "--docs", str(document)])
+    main(["contrasts", str(folder), "--docs", str(document), "--out", str(folder / "out")])
     text = document.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
@@ -104,7 +105,7 @@ def test_the_tables_go_into_a_document(script, folder, monkeypatch, capsys):
     assert "Made at revision" in text
     document.write_text("no marks")
     with pytest.raises(SystemExit, match="has no"):
-        script.main([str(folder), "--docs", str(document)])
+        main(["contrasts", str(folder), "--docs", str(document), "--out", str(folder / "out")])
     assert document.read_text() == "no marks"
 
 

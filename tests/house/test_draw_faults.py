@@ -1,4 +1,4 @@
-"""scripts/draw_faults.py: which slips there are, that they are found again, and the tests that they need."""
+"""`python -m scripts.faults draw`: which slips there are, that they are found again, and the tests that they need."""
 
 import ast
 import json
@@ -9,25 +9,21 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = "draw_faults"
+from scripts.faults import trials
+from scripts.faults.slips import slips
+
+SCRIPT = "faults.draw"
 CODE = '''"""Says 1 < 2."""
 def f(a, b=3, *, name="x"):
     if not a and b:
         raise ValueError("a < 1", a + 1)
     return g(a, b, c=b < 1, name=name)
 '''
-SLIPS = {
-    "if a and b:", "if not a or b:", "if (b):", "if (not a):", "if True:", "if False:", "def f(a, b=4", "def f(a, b=2",
-    "g(b, a, c", "g(a, 3, c", "g(a, b, name", "c=b <= 1", "c=b < 2", "c=b < 0",
-}  # fmt: skip
+SLIPS = ["if a and b:", "if not a or b:", "if (b):", "if (not a):", "if True:", "if False:", "def f(a, b=4"]
+SLIPS += ["def f(a, b=2", "g(b, a, c", "g(a, 3, c", "g(a, b, name", "c=b <= 1", "c=b < 2", "c=b < 0"]
 
 
-@pytest.fixture
-def slips(load_script):
-    return load_script("mutations").slips
-
-
-def test_one_slip_at_a_time_and_none_in_what_is_only_said(slips):
+def test_one_slip_at_a_time_and_none_in_what_is_only_said():
     changed = [CODE[: s.start] + s.new + CODE[s.start + len(s.old) :] for s in slips(CODE)]
     assert len(changed) == len(SLIPS)
     for text in SLIPS:
@@ -35,7 +31,7 @@ def test_one_slip_at_a_time_and_none_in_what_is_only_said(slips):
     assert all(CODE.splitlines()[s.line - 1].find(s.old.splitlines()[0]) >= 0 for s in slips(CODE) if s.old)
 
 
-def test_every_slip_is_code(slips, script):
+def test_every_slip_is_code(script):
     for file in script.packages_files()[::16]:
         text = (script.ROOT / file).read_text()
         for slip in slips(text)[::25]:
@@ -70,9 +66,9 @@ def test_the_tests_of_a_fault_run_its_line_or_name_its_module(script, monkeypatc
         (tmp_path / name).write_text(text)
         os.utime(tmp_path / name, (0, 0))
     monkeypatch.setattr(script, "ROOT", tmp_path)
-    monkeypatch.setattr(script.plant_faults, "ROOT", tmp_path)
+    monkeypatch.setattr(trials, "ROOT", tmp_path)
     monkeypatch.setattr(script, "TRACES", tmp_path / "traces")
-    (slip,) = (s for s in script.slips((tmp_path / "swa_jax/number.py").read_text()) if s.new == "+")
+    (slip,) = (s for s in slips((tmp_path / "swa_jax/number.py").read_text()) if s.new == "+")
     fault = script.at("swa_jax/number.py", (tmp_path / "swa_jax/number.py").read_text(), slip)
     assert fault.stages == [["tests/number/test_number.py", "tests/test_other.py"]]
     trace = script.trace_of(Path(tmp_path / "tests/number/test_number.py"))
@@ -97,8 +93,8 @@ def test_a_trace_has_the_lines_that_a_test_ran_in_its_process_and_in_others(scri
         "def test_elsewhere():\n    code = 'import swa_jax.files as f; f.sum_of(str(1))'\n"
         "    subprocess.run([sys.executable, '-c', code], check=True)\n"
     )
-    paths = {"PYTHONPATH": f"{script.ROOT}:{script.ROOT / 'scripts'}", "TRACE_TO": str(tmp_path / "out")}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "trace_tests", "-c", os.devnull, str(test)]
+    paths = {"PYTHONPATH": str(script.ROOT), "TRACE_TO": str(tmp_path / "out")}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "scripts.faults.trace", "-c", os.devnull, str(test)]
     subprocess.run(command, cwd=script.ROOT, env=os.environ | paths, check=True, capture_output=True)
     rows = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     assert [row["test"].partition("::")[2] for row in rows] == ["test_here", "test_elsewhere"]

@@ -1,4 +1,4 @@
-"""scripts/plant_faults.py and its list: every fault can be planted today, and what it says of tests is so."""
+"""`python -m scripts.faults plant` and its list: every fault can be planted today, and what it says of tests is so."""
 
 import subprocess
 import sys
@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from scripts.faults import trials
+from scripts.faults.__main__ import main
+from scripts.faults.trials import Fault
+
 ROOT = Path(__file__).parents[2]
-SCRIPT = "plant_faults"
+SCRIPT = "faults.plant"
 SOUND = "def double(x):\n    return 2 * x\n"
 TEST = "from swa_jax.number import double\n\n\ndef test_double():\n    assert double(3) == 6\n"
 
@@ -19,25 +23,14 @@ def test_every_fault_can_be_planted(script):
     rooms = {Path(fault.file).parts[:2] for fault in faults}
     for package in ("pallas_kernels", "launch"):
         assert any(room[0] == package for room in rooms)
-    for room in (
-        "bench",
-        "checkpoint",
-        "cli",
-        "data",
-        "evaluate",
-        "families",
-        "model",
-        "plan",
-        "report",
-        "select",
-        "train",
-    ):
+    rooms_of_library = ("bench", "checkpoint", "cli", "data", "evaluate", "families", "model", "plan", "report")
+    for room in (*rooms_of_library, "select", "train"):
         assert ("swa_jax", room) in rooms, f"no fault is in {room}"
 
 
 def test_a_fault_that_has_lost_its_place_is_named(script):
-    fault = script.Fault("a", "kind", "swa_jax/files.py", "no such text", "x", ("tests/test_nothing.py",))
-    twice = script.Fault("b", "kind", "swa_jax/chips.py", "Chip(", "Chip(", ())
+    fault = Fault("a", "kind", "swa_jax/files.py", "no such text", "x", ("tests/test_nothing.py",))
+    twice = Fault("b", "kind", "swa_jax/chips.py", "Chip(", "Chip(", ())
     wrong = script.problems([fault, twice, twice])
     assert any("a: swa_jax/files.py has 0 places" in line for line in wrong)
     assert "a: there is no tests/test_nothing.py" in wrong
@@ -49,16 +42,16 @@ def test_a_fault_that_has_lost_its_place_is_named(script):
 @pytest.mark.slow
 def test_make_test_runs_the_tests_that_faults_name(script):
     named = sorted({test for fault in script.read_faults() for test in fault.tests if "::" in test})
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", script.MARKS]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", trials.MARKS]
     done = subprocess.run([*command, *named], cwd=ROOT, capture_output=True, text=True)
     runs = done.stdout.splitlines()
     left_out = [test for test in named if not any(line == test or line.startswith(f"{test}[") for line in runs)]
     assert left_out == [], done.stdout[-2000:]
 
 
-def test_the_room_of_a_file_is_the_folder_of_its_tests(script):
+def test_the_room_of_a_file_is_the_folder_of_its_tests():
     def room(file):
-        return script.Fault("a", "kind", file, "x", "y").room
+        return Fault("a", "kind", file, "x", "y").room
 
     assert room("pallas_kernels/tpu/walk.py") == ("tests/kernels",)
     assert room("swa_jax/model/cache.py") == ("tests/model",)
@@ -78,8 +71,9 @@ def small(script, tmp_path, monkeypatch):
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    script.subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    monkeypatch.setattr(script, "ROOT", tmp_path)
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    for module in (script, trials):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
     return tmp_path
 
 
@@ -90,21 +84,21 @@ def results_of(script, file):
 @pytest.mark.slow
 def test_faults_are_caught_missed_and_not_tried_twice(script, small, capsys, monkeypatch):
     def fault(name, new):
-        return script.Fault(name, "kind", "swa_jax/number.py", "2 * x", new)
+        return Fault(name, "kind", "swa_jax/number.py", "2 * x", new)
 
     faults = [fault("wrong", "3 * x"), fault("harmless", "x * 2")]
     monkeypatch.setattr(script, "read_faults", lambda: faults)
     out = small / "runs" / "faults.json"
-    assert script.main(["--out", str(out)]) == 1
+    assert main(["plant", "--out", str(out)]) == 1
     results = results_of(script, out)
     assert results["wrong"]["result"] == "caught"
     assert results["wrong"]["by"] == "tests/test_number.py::test_double"
     assert results["harmless"]["result"] == "NOT CAUGHT"
     assert (small / "swa_jax" / "number.py").read_text() == SOUND, "the working tree is left alone"
-    assert script.main(["--out", str(out), "--only", "wro*"]) == 0
+    assert main(["plant", "--out", str(out), "--only", "wro*"]) == 0
     assert "1 of 1 results are known" in capsys.readouterr().out
     (small / "tests" / "test_number.py").write_text(TEST.replace("== 6", "!= 6"))
     script.sum_of_source.cache_clear()
-    assert script.main(["--out", str(out), "--only", "harmless"]) == 1, "the tests have changed"
+    assert main(["plant", "--out", str(out), "--only", "harmless"]) == 1, "the tests have changed"
     assert results_of(script, out)["harmless"]["result"] == "NOT CAUGHT"
     assert "fails without any fault, and is left out: tests/test_number.py::test_double" in capsys.readouterr().err

@@ -1,0 +1,213 @@
+"""What `swa-jax compare` found, contrast by contrast: is one method above another, and could these prompts tell?
+
+    python -m scripts.compare contrasts runs/compare-chains --docs docs/data/methods.md
+
+It reads `results.json` of that folder and prints two tables: each method's score at each share of windowed KV heads,
+and the contrasts that the papers claim, or that we do. A contrast is paired by prompt, over the seeds that both have.
+Beside its difference stands the smallest one that so many prompts would have shown in four cases of five (the power).
+Several folders are several models, asked the same prompts; each must have one seed, which stands for its model.
+With `--margin`, of one folder, it prints instead which choices are not inferior to full attention by so many points.
+The place in a document is named by the folders: `<!-- contrasts: compare-chains -->`.
+"""
+
+import argparse
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from scripts.compare.runner import ROOT, Comparison, markdown
+from swa_jax.errors import ConfigError
+from swa_jax.estimates import Estimate, accuracy_interval, detectable, paired_accuracy, paired_score
+from swa_jax.files import read_json
+
+CEILING = 0.97  # scores above it in both methods leave nothing to compare
+
+
+class Claim(NamedTuple):
+    """`better` is above `worse`; by whom."""
+
+    source: str
+    better: str
+    worse: str
+
+
+_RANKINGS = ("dcam", "apl", "proxy", "qada", "razor", "fisher")
+CLAIMS = (
+    *(Claim("BOSCH, Table 1", "bosch", ranking) for ranking in _RANKINGS),
+    *(Claim("BOSCH, Table 1", "bosch", other) for other in ("interleave", "begin-middle-end", "random")),
+    *(Claim("BOSCH, Table 1", "bosch", other) for other in ("bosch-single", "bosch-layer")),
+    *(Claim("NLL, Table 1", "nll", other) for other in ("interleave", "light-transfer")),
+    *(Claim("ours", "nll-greedy", other) for other in ("nll", "interleave", "light-transfer")),
+    *(Claim("ours", "bosch-swaps", other) for other in ("bosch", "fisher", "nll-greedy")),
+    *(Claim("ours", "kl", other) for other in ("fisher", "razor")),
+    Claim("ours", "fisher-text", "fisher"),
+)
+Scores = Mapping[tuple[str, float], Mapping[int, np.ndarray]]  # by method and ratio: by seed [N] of 0 and 1
+
+
+def read_scores(file: Path) -> tuple[Scores, dict[str, Any]]:
+    """Scores by method and ratio, and those of `--pattern full` and the like, by name.
+
+    Raises:
+      ConfigError: the file is of several comparisons, or of none.
+    """
+    rows = read_json(file)["rows"]
+    chosen = [row for row in rows if "ratio" in row]
+    if len({row["comparison"] for row in chosen}) != 1:
+        raise ConfigError(f"{file} must be of one comparison: give `swa-jax compare` a new --out")
+    scores: dict[tuple[str, float], dict[int, np.ndarray]] = {}
+    for row in chosen:
+        scores.setdefault((row["name"], row["ratio"]), {})[row["seed"]] = np.array(row["right"])
+    return scores, {row["name"]: row for row in rows if "ratio" not in row}
+
+
+def read_models(folders: Sequence[Path]) -> tuple[Scores, dict[str, list[float]]]:
+    """As `read_scores`, with a model in place of each seed where there are several; of `full` and the like all scores.
+
+    Raises:
+      ConfigError: one of several folders has more than one seed, or other prompts.
+    """
+    every = [read_scores(folder / "results.json") for folder in folders]
+    plain: dict[str, list[float]] = {}
+    for _, rows in every:
+        for name, row in rows.items():
+            plain.setdefault(name, []).append(row["needle_accuracy"])
+    if len(every) == 1:
+        return every[0][0], plain
+    if len({row["scored_on"]["examples"] for _, rows in every for row in rows.values()}) != 1:
+        raise ConfigError("the models were asked different prompts: give `swa-jax compare` the same settings")
+    scores: dict[tuple[str, float], dict[int, np.ndarray]] = {}
+    for model, (own, _) in enumerate(every):
+        for cell, by_seed in own.items():
+            if len(by_seed) > 1:
+                raise ConfigError(f"{folders[model]} has {len(by_seed)} seeds; of several models each needs one")
+            (scores.setdefault(cell, {})[model],) = by_seed.values()
+    return scores, plain
+
+
+def mean_of(by_seed: Mapping[int, np.ndarray]) -> Estimate:
+    """Over prompts, of the mean over seeds."""
+    return accuracy_interval(np.mean(list(by_seed.values()), 0))
+
+
+def contrast(better: Mapping[int, np.ndarray], worse: Mapping[int, np.ndarray]) -> tuple[Estimate, list[Estimate]]:
+    """The paired difference of the means over the seeds that both have, and of each seed.
+
+    Where no prompt tells the two apart, the interval is the first seed's: a bootstrap of zeros has none.
+    """
+    seeds = sorted(set(better) & set(worse))
+    first, second = (np.array([one[seed] for seed in seeds]) for one in (better, worse))
+    by = [paired_accuracy(a, b) for a, b in zip(first, second, strict=True)]
+    whole = paired_score(first.mean(0), second.mean(0))
+    return (by[0] if whole.low == whole.high else whole), by
+
+
+def verdict(whole: Estimate, seeds: Sequence[Estimate], both: Sequence[Estimate], of: str = "seed") -> str:
+    """As docs/data/methods.md defines it."""
+    assert whole.low is not None
+    assert whole.high is not None
+    if all(one.low is not None and one.low > 0 for one in seeds):
+        return "reproduced"
+    if whole.low > 0:
+        return f"in {sum(one.mean > 0 for one in seeds)} of {len(seeds)} {of}s"
+    if whole.high < 0:
+        return "the other way"
+    return "both at the ceiling" if min(one.mean for one in both) > CEILING else "a tie"
+
+
+def _points(estimate: Estimate, sign: str = "") -> str:
+    low, high = estimate.low, estimate.high
+    assert low is not None
+    assert high is not None
+    return f"{100 * estimate.mean:{sign}.0f} [{100 * low:.0f}, {100 * high:.0f}]"
+
+
+def tables(scores: Scores, plain: Mapping[str, Sequence[float]], of: str = "seed") -> str:
+    """Both tables as Markdown; `of` says what the scores of a method are by."""
+    ratios = sorted({ratio for _, ratio in scores})
+    methods = list(dict.fromkeys(name for name, _ in scores))
+    some = next(iter(scores.values()))
+    n, seeds = len(next(iter(some.values()))), max(len(one) for one in scores.values())
+    told = "; ".join(f"`{name}`: {', '.join(f'{100 * one:.0f}' for one in row)}" for name, row in plain.items())
+    said = f"Answers right, %: the mean over {seeds} {of}s with its 95 % interval over {n} prompts, then each {of}."
+    first = []
+    for method in methods:
+        cells = []
+        for ratio in ratios:
+            by_seed = scores.get((method, ratio))
+            each = ", ".join(f"{100 * exact.mean():.0f}" for _, exact in sorted((by_seed or {}).items()))
+            cells.append(f"{_points(mean_of(by_seed))}: {each}" if by_seed else "")
+        first.append([method, *cells])
+    rows = []
+    for claim in CLAIMS:
+        for ratio in ratios:
+            pair = [scores.get((name, ratio)) for name in (claim.better, claim.worse)]
+            if pair[0] is None or pair[1] is None or not set(pair[0]) & set(pair[1]):
+                continue
+            whole, by = contrast(pair[0], pair[1])
+            found = verdict(whole, by, [mean_of(pair[0]), mean_of(pair[1])], of)
+            each = ", ".join(f"{100 * one.mean:+.0f}" for one in by)
+            cells = [claim.source, f"{claim.better} above {claim.worse}", f"{100 * ratio:g} %", _points(whole, "+")]
+            rows.append([*cells, each, f"{100 * detectable(whole):.0f}", found])
+    scored = markdown(["windowed KV heads", *(f"{100 * ratio:g} %" for ratio in ratios)], first)
+    head = ["claimed by", "claim", "windowed", "difference, points", f"by {of}", "would have been seen from", "verdict"]
+    return f"{said} {told}.\n\n{scored}\n\n{markdown(head, rows)}"
+
+
+def against_full(file: Path, margin: float) -> str:
+    """Each choice beside full attention, paired by prompt, with its share of the KV cache, as a Markdown table.
+
+    A choice is not inferior by a margin (in points) if the whole interval of the difference is above minus the margin.
+
+    Raises:
+      ConfigError: the file has no scores of full attention, or is not of one comparison.
+    """
+    scores, plain = read_scores(file)
+    if "full" not in plain:
+        raise ConfigError(f"{file} has no scores of full attention: give `swa-jax compare` a new --out")
+    full = {seed: np.array(plain["full"]["right"]) for by_seed in scores.values() for seed in by_seed}
+    bytes_of = {(row["name"], row.get("ratio")): row["kv_cache_bytes"] for row in read_json(file)["rows"]}
+    n, seeds = len(plain["full"]["right"]), len(full)
+    of_choosing = f"{n} prompts, {seeds} {'seed' if seeds == 1 else 'seeds'} of choosing"
+    head = ["method", "windowed KV heads", "KV cache, % of full", "difference to full, points"]
+    head += ["would have been seen from", f"against a margin of {margin:g}"]
+    rows = []
+    for (method, ratio), by_seed in scores.items():
+        whole, _ = contrast(by_seed, full)
+        assert whole.low is not None
+        assert whole.high is not None
+        share = bytes_of[method, ratio] / bytes_of["full", None]
+        told = "not inferior" if 100 * whole.low > -margin else "cannot be told"
+        told = "inferior" if 100 * whole.high < -margin else told
+        difference = f"{100 * whole.mean:+.1f} [{100 * whole.low:.1f}, {100 * whole.high:.1f}]"
+        cells = (method, f"{100 * ratio:g} %", f"{100 * share:.1f}", difference, f"{100 * detectable(whole):.1f}", told)
+        rows.append(cells)
+    return f"{of_choosing}; full attention answers {_points(mean_of(full))} %.\n\n{markdown(head, rows)}"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("results", type=Path, nargs="+", help="the folders that `swa-jax compare --out` wrote")
+    parser.add_argument("--margin", type=float, help="points: only which choices are not inferior to full attention")
+
+
+def comparison(options: argparse.Namespace) -> Comparison:
+    if options.margin is not None and (len(options.results) > 1 or options.docs):
+        raise ConfigError("--margin takes one folder, and no --docs: the marks there are those of the other tables")
+
+    def report() -> str:
+        if options.margin is not None:
+            return against_full(options.results[0] / "results.json", options.margin)
+        text = tables(*read_models(options.results), "model" if len(options.results) > 1 else "seed")
+        return f"Made at revision {revision()}.\n\n{text}"
+
+    names = " ".join(folder.name for folder in options.results)
+    return Comparison(f"contrasts: {names}", [], lambda done: (report(), []))
+
+
+def revision() -> str:
+    """Of this repository, in brief."""
+    told = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return told.stdout.strip() or "unknown"

@@ -1,0 +1,123 @@
+"""Prefill and decode beside transformers on this machine's CPU: equal threads, in turn, as a ratio in one run.
+
+    python -m scripts.compare generation --transformers /tmp/oracle/bin/python --cores 0,1
+
+A random Qwen3 with windows in every second layer is written as a Hugging Face folder, imported, and run by both in
+processes of their own: prompts of `--prompt` tokens, then `--new` greedy tokens, in float32. Each takes its turn
+`--rounds` times after one that compiles; the table has the medians and how many times faster swa-jax is.
+`python -m scripts.goldens --help` says how to make the environment that --transformers names.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from scripts.compare.generation_worker import RESULT
+from scripts.compare.runner import ROOT, Cell, Comparison, Done, key_of, markdown
+
+SIZES: dict[str, Any] = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 32000}
+SIZES |= {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
+SIZES |= {"num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
+SIZES |= {"rope_theta": 1000000.0, "tie_word_embeddings": True, "use_sliding_window": True, "max_window_layers": 0}
+WINDOW, FULL = "sliding_attention", "full_attention"
+MODES = {"full": [FULL] * 8, "window": [WINDOW] * 8, "interleave": [WINDOW, FULL] * 4}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--transformers", required=True, help="a Python that has torch and transformers")
+    parser.add_argument("--cores", default="0,1", help="the CPU cores of both, between commas")
+    parser.add_argument("--prompt", type=int, default=4096)
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--window", type=int, default=512)
+    parser.add_argument("--chunk", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=3)
+
+
+def comparison(options: argparse.Namespace) -> Comparison:
+    settings = {name: getattr(options, name) for name in ("cores", "prompt", "new", "window", "chunk", "rounds")}
+    cells = [Cell((mode,), lambda mode=mode: measure(mode, options), lambda: settings) for mode in MODES]
+    return Comparison("generation", cells, lambda done: (table(done), []))
+
+
+def write_model(folder: Path, mode: str, window: int) -> None:
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    from swa_jax.checkpoint.tensor_names import expected_tensors
+    from swa_jax.families import model_config
+
+    config = SIZES | {"layer_types": MODES[mode], "sliding_window": window, "dtype": "float32"}
+    rng = np.random.default_rng(0)
+    tensors = {
+        name: (np.ones(shape) if len(shape) == 1 else rng.normal(0, 0.05, shape)).astype(np.float32)
+        for name, shape in expected_tensors(model_config(config)).items()
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def measure(mode: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Median seconds of prefill and of a token of decode, by worker."""
+    cores = {int(core) for core in options.cores.split(",")}
+    prompt = [7 + i * i % 31000 for i in range(options.prompt)]
+    with tempfile.TemporaryDirectory() as scratch:
+        write_model(Path(scratch) / "model", mode, options.window)
+        workers = {}
+        for who, python in (
+            ("ours", sys.executable),
+            ("chunks", sys.executable),
+            ("transformers", options.transformers),
+        ):
+            target = Path(scratch) / who
+            target.symlink_to(Path(scratch) / "model")
+            job = {"who": who, "folder": str(target), "prompt": prompt, "new": options.new, "chunk": options.chunk}
+            command = [python, "-m", "scripts.compare.generation_worker", json.dumps(job | {"threads": len(cores)})]
+            workers[who] = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                cwd=ROOT,
+                env=os.environ | ({"PYTHONPATH": ""} if who == "transformers" else {}),
+                preexec_fn=lambda: os.sched_setaffinity(0, cores),
+            )
+        results: dict[str, list] = {who: [] for who in workers}
+        for _ in range(1 + options.rounds):  # the first compiles
+            for who, worker in workers.items():
+                results[who].append(ask(worker))
+        for worker in workers.values():
+            worker.stdin.close()
+            worker.wait()
+    assert results["ours"][0][2] == results["transformers"][0][2], "the replies differ"
+    assert results["chunks"][0][2] == results["ours"][0][2][:1], "the first tokens differ"
+    return {who: [statistics.median(one[i] for one in found[1:]) for i in (0, 1)] for who, found in results.items()}
+
+
+def ask(worker: subprocess.Popen) -> list:
+    worker.stdin.write("go\n")
+    worker.stdin.flush()
+    for line in worker.stdout:
+        if line.startswith(RESULT):
+            return json.loads(line.removeprefix(RESULT))
+    raise SystemExit("a worker has ended: run python -m scripts.compare.generation_worker to see why")
+
+
+def table(done: Done) -> str:
+    rows = []
+    for mode in MODES:
+        if found := done.get(key_of(mode)):
+            ours, chunks, other = found["ours"], found["chunks"], found["transformers"]
+            faster = f"prefill {other[0] / ours[0]:.2f}, in chunks {other[0] / chunks[0]:.2f}"
+            faster += f", decode {other[1] / ours[1]:.2f}"
+            own = f"{ours[0]:.2f}, {chunks[0]:.2f}, {1e3 * ours[1]:.1f}"
+            rows.append([mode, own, f"{other[0]:.2f}, {1e3 * other[1]:.1f}", faster])
+    head = ["layers", "ours: prefill s, in chunks s, ms a token", "transformers: prefill s, ms a token", "times faster"]
+    return markdown(head, rows)

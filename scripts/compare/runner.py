@@ -1,0 +1,117 @@
+"""Cells that are measured once, kept, and shown in a table, which may go into a document."""
+
+import argparse
+import dataclasses
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from swa_jax.errors import ConfigError
+from swa_jax.files import write_text
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Cell(NamedTuple):
+    """What is measured at once. `measure` gives what JSON can hold; the first part of the key names it for --only.
+
+    `settings`: what else the result depends on; a cell that is kept with others is refused.
+    """
+
+    key: tuple[Any, ...]
+    measure: Callable[[], dict[str, Any]]
+    settings: Callable[[], Any] = lambda: None
+
+
+Done = dict[str, dict[str, Any]]  # by a cell's key as JSON
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """`report(done)`: the table of the cells that are done, and pictures in `out`: (file, caption).
+
+    `mark`: names the place in a document, from `<!-- MARK -->` to the next `<!-- end of NAME -->`.
+    """
+
+    mark: str
+    cells: Sequence[Cell]
+    report: Callable[[Done], tuple[str, Sequence[tuple[str, str]]]]
+
+
+def key_of(*key: Any) -> str:
+    return json.dumps(key)
+
+
+def run(comparison: Comparison, options: argparse.Namespace) -> str:
+    """Measure what is missing, unless only a report is wanted; the table, which is written as well."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    done, cells = read_done(options.out), [] if options.report_only else wanted(comparison.cells, options.only)
+    settings = [json.loads(json.dumps(cell.settings())) for cell in cells]
+    for cell, now in zip(cells, settings, strict=True):
+        kept = done.get(key_of(*cell.key))
+        if kept and kept["settings"] != now:
+            raise ConfigError(
+                f"{options.out} has results of {cell.key} with other settings: name a new folder by --out"
+            )
+    new = [one for one in zip(cells, settings, strict=True) if key_of(*one[0].key) not in done][: options.limit]
+    for number, (cell, now) in enumerate(new):
+        print(f"{time.strftime('%H:%M:%S')} {number + 1} of {len(new)}: {cell.key}", file=sys.stderr, flush=True)
+        begun = time.monotonic()
+        line = {"cell": cell.key, "settings": now, **cell.measure()}
+        line["seconds"] = round(time.monotonic() - begun, 1)
+        with (options.out / "cells.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        done[key_of(*cell.key)] = line
+    text, pictures = comparison.report(done)
+    write_text(options.out / "table.md", text + "\n")
+    if options.docs:
+        name = comparison.mark.split()[0].rstrip(":")
+        put_into(options.docs, comparison.mark, name, text, [(options.out / file, said) for file, said in pictures])
+    return text
+
+
+def wanted(cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
+    """Those that --only names; all without it."""
+    names = dict.fromkeys(str(cell.key[0]) for cell in cells)
+    if unknown := [name for name in only if name not in names]:
+        raise ConfigError(f"--only: there is no '{unknown[0]}'; there are: {'; '.join(names) or 'none'}")
+    return [cell for cell in cells if str(cell.key[0]) in (only or names)]
+
+
+def read_done(out: Path) -> Done:
+    """The cells that are kept; a last line that was cut off is none."""
+    file = out / "cells.jsonl"
+    if not file.exists():
+        return {}
+    lines = file.read_text().rpartition("\n")[0].splitlines()
+    write_text(file, "".join(line + "\n" for line in lines))
+    return {key_of(*line["cell"]): line for line in map(json.loads, lines)}
+
+
+def put_into(document: Path, mark: str, name: str, text: str, pictures: Sequence[tuple[Path, str]] = ()) -> None:
+    """Replace what stands between the marks of a document; pictures go to `images/` beside it.
+
+    Raises:
+      ConfigError: the document does not have one of them, followed by the other; it stays as it was.
+    """
+    begin, end = f"<!-- {mark} -->\n", f"<!-- end of {name} -->"
+    before, _, rest = document.read_text().partition(begin)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise ConfigError(f"{document} has no '{begin.strip()}' followed by '{end}'")
+    shown = []
+    for file, caption in pictures:
+        (document.parent / "images").mkdir(exist_ok=True)
+        shutil.copy(file, document.parent / "images" / f"compare-{name}-{file.name}")
+        shown.append(f"![{caption}](images/compare-{name}-{file.name})\n")
+    write_text(document, f"{before}{begin}\n{text.rstrip()}\n\n{'\n'.join([*shown, ''])}{end}{after}")
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    first = "|" + "|".join(f" {title} " if title else " " for title in head) + "|"
+    return "\n".join([first, "|" + "---|" * len(head), *("| " + " | ".join(row) + " |" for row in rows)])

@@ -1,0 +1,147 @@
+"""A fault, a copy of the code in which it is planted, and the tests that are to notice it."""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from swa_jax.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+MARKS = "not slow and not long and not models"  # as in `make test`
+SHARE = 0.95  # of the faults, that the tests must catch
+CAUGHT, MISSED, TIMEOUT = "caught", "NOT CAUGHT", "timeout"
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A slip: in `file`, the one place that reads `old` reads `new`.
+
+    `tests` run before those of the file's room. `may_hang`: tests that do not end within the time count as caught.
+    """
+
+    name: str
+    kind: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...] = ()
+    may_hang: bool = False
+
+    @property
+    def room(self) -> tuple[str, ...]:
+        """The tests that own the file: the folder, or the file, of the same name."""
+        top, *inner = Path(self.file).with_suffix("").parts
+        if top != "swa_jax":
+            return (f"tests/{top.removeprefix('pallas_')}",)
+        places = (f"tests/{inner[0]}", f"tests/test_{inner[0]}.py")
+        return tuple(place for place in places if (ROOT / place).exists())
+
+    @property
+    def stages(self) -> list[list[str]]:
+        """The tests to run, a run of pytest each."""
+        return [stage for stage in (list(self.tests), [t for t in self.room if t not in self.tests]) if stage]
+
+    def applied(self, text: str) -> str:
+        return text.replace(self.old, self.new)
+
+
+class Copy:
+    """A copy of the tracked files in a temporary folder, in which faults are planted and tests run."""
+
+    def __init__(self, folder: Path, timeout: float, marks: str = MARKS):
+        self.folder, self.timeout, self.marks = folder, timeout, marks
+        self.sound: set[str] = set()  # tests that pass where nothing is planted
+        self.broken: list[str] = []  # tests that fail even there
+        listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        tracked = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+        for name in filter(None, tracked):
+            if (ROOT / name).is_file():  # not one that is deleted, but not yet for git
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, folder / name)
+        cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+        self.environment = os.environ | {"PYTHONPATH": str(folder), "JAX_COMPILATION_CACHE_DIR": cache}
+        self.environment.setdefault("JAX_PLATFORMS", "cpu")
+        code = "import swa_jax, pallas_kernels; print(swa_jax.__file__, pallas_kernels.__file__)"
+        shown = self._run("-c", code).stdout.split()
+        if not all(Path(path).is_relative_to(folder) for path in shown):
+            raise ConfigError(f"the tests would import {shown}, which is not the copy in {folder}")
+
+    def _run(self, *arguments: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
+        told: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "errors": "replace"}
+        command = [sys.executable, *arguments]
+        return subprocess.run(command, cwd=self.folder, env=self.environment, timeout=timeout, text=True, **told)
+
+    @contextmanager
+    def planted(self, fault: Fault) -> Iterator[None]:
+        file = self.folder / fault.file
+        sound = file.read_text()
+        self._write(file, fault.applied(sound))
+        try:
+            yield
+        finally:
+            self._write(file, sound)
+
+    def _write(self, file: Path, text: str) -> None:
+        file.write_text(text)
+        # Python takes compiled code for current by time and size, which a quick change of equal length does not alter.
+        for compiled in file.parent.glob(f"__pycache__/{file.stem}.*"):
+            compiled.unlink()
+
+    def failing(self, tests: Sequence[str], without: Sequence[str] = ()) -> str:
+        """The first test that fails, by its node id; "" if all pass.
+
+        Raises:
+          subprocess.TimeoutExpired: they do not end in time.
+          ConfigError: pytest cannot run them.
+        """
+        cache = self.folder / ".pytest_cache"
+        shutil.rmtree(cache, ignore_errors=True)
+        options = ["-m", "pytest", "-x", "-q", "-m", self.marks, "-o", f"cache_dir={cache}"]
+        done = self._run(*options, *(f"--deselect={test}" for test in without), *tests, timeout=self.timeout)
+        if done.returncode in (0, 5):  # 5: all of them are slow
+            return ""
+        if done.returncode == 4 and "not found:" in done.stdout:
+            print(f"there is no such test (any more): {', '.join(tests)}", file=sys.stderr, flush=True)
+            return ""
+        failed = cache / "v" / "cache" / "lastfailed"
+        if done.returncode not in (1, 2) or not failed.is_file():
+            raise ConfigError(f"pytest ended with status {done.returncode}:\n{done.stdout[-3000:]}")
+        return next(iter(json.loads(failed.read_text())))
+
+    def try_one(self, fault: Fault) -> tuple[str, str]:
+        """The result, and the test that caught the fault."""
+        for tests in fault.stages:
+            while True:
+                try:
+                    with self.planted(fault):
+                        failed = self.failing(tests, without=self.broken)
+                except subprocess.TimeoutExpired:
+                    return (CAUGHT if fault.may_hang else TIMEOUT), ", ".join(tests)
+                if not failed:
+                    break
+                if failed in self.sound or not self.failing([failed]):
+                    self.sound.add(failed)
+                    return CAUGHT, failed
+                self.broken.append(failed)
+                print(f"fails without any fault, and is left out: {failed}", file=sys.stderr, flush=True)
+        return MISSED, ""
+
+
+def try_all[F: Fault](
+    faults: Sequence[F], attempt: Callable[[F], tuple[str, str]], keep: Callable[[F, dict[str, Any]], None]
+) -> None:
+    """Try one fault after another; each result is kept as it comes."""
+    for fault in faults:
+        began = time.monotonic()
+        result, by = attempt(fault)
+        seconds = round(time.monotonic() - began, 1)
+        keep(fault, {"result": result, "by": by, "seconds": seconds})
+        print(f"{result}: {fault.name} ({seconds:.0f} s)  {by}", flush=True)
