@@ -14,7 +14,7 @@ import numpy as np
 
 from pallas_kernels import cudnn, reference, tpu, xla
 from pallas_kernels.checks import check_array, check_needs_window, check_qkv, checked_packing, checked_per_head
-from pallas_kernels.dispatch import Implementation, current_device, plan
+from pallas_kernels.dispatch import Implementation, choose, current_device
 from pallas_kernels.parts import scale_queries
 from pallas_kernels.request import Op, Request
 from pallas_kernels.ring import Ring
@@ -317,19 +317,18 @@ def alibi_slopes(
 
 
 def _backend(op: Op, q, k, spec, per_head, packing, implementation, **asked: bool) -> ModuleType:
-    """The implementation that the plan of the call names."""
+    """The implementation for a call; the log says why it is not the best one."""
     device = current_device(implementation)
     request = Request.of(op, q, k, spec, per_head, packing, device=device, implementation=implementation, **asked)
-    planned = plan(request)
-    if planned.fallback is not None:
-        name = planned.implementation
-        _log.info("%s on %s: implementation %r is used, because %s", op, device.platform, name, planned.fallback)
-    _log.debug("%s: %s", op, planned)
-    if planned.implementation == "triton":
+    name, fallback = choose(request)
+    if fallback is not None:
+        _log.info("%s on %s: implementation %r is used, because %s", op, device.platform, name, fallback)
+    _log.debug("%s: %s takes %s", op, name, request)
+    if name == "triton":
         from pallas_kernels import gpu  # late, for JAX may have dropped its lowering
 
         return gpu
-    return _IMPLEMENTATIONS[planned.implementation]
+    return _IMPLEMENTATIONS[name]
 
 
 def _of_all_devices(

@@ -26,16 +26,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import api
-from pallas_kernels.blocks import Tiles, backward_tiles, device_kind, preferring
+from pallas_kernels.blocks import Tiles, device_kind, preferring
 from pallas_kernels.ring import RowOrder
 from pallas_kernels.rotary import Rotation
 from pallas_kernels.schedule import bounds_of
 from pallas_kernels.spec import ArgumentError, AttentionSpec, Coordinates, coordinates
-from pallas_kernels.tpu import passes as tpu_passes
+from pallas_kernels.tpu import passes
 from pallas_kernels.tpu.decode import choose_steps
 from pallas_kernels.tpu.documents import documents_of, read_bounds
 from pallas_kernels.tpu.few_rows import few_rows
-from pallas_kernels.tpu.routed import GATHERED_BLOCK as ROWS_TILE
+from pallas_kernels.tpu.launches import GATHERED_BLOCK as ROWS_TILE
+from pallas_kernels.tpu.launches import (
+    Launch,
+    Launches,
+    attention_call,
+    attention_launches,
+    make_call,
+    routed_call,
+    routed_launches,
+)
 from pallas_kernels.tpu.routed import both_branches
 from pallas_kernels.tpu.rows import add_apart, choose, heads_unrolled, together
 from pallas_kernels.tpu.side_by_side import heads_side_by_side
@@ -235,50 +244,47 @@ def executions(name: str, kind: str, **shape) -> dict[str, Executions]:
     if context is not None:
         where = of_first_device(where, context)
     call = _call(kind, spec, where, D, dtype, tiles, alone=not hybrid, context=context)
-    windowed_heads = H if rho is None else round(rho * K) * H // K
+    launches = _launches(call, where, D, dtype, tiles, kind=kind, alone=not hybrid)
+    windowed = H if rho is None else round(rho * K) * H // K
+    served = {"all": H, "windowed": windowed, "full": H - windowed}
     counts = {}
-    if call.window_kernel and not (backward and spec.num_sink_tokens):
-        if backward and not tiles:
-            chosen = backward_tiles(call.tiles, kind, D, spec.window)
-            call = dataclasses.replace(call, tiles=chosen)
-        num_steps, back = -(-T // call.tiles.q_block), blocks_back(call)
-        edges = min(back, num_steps - 1) if backward else len(window_steps(call, num_steps)) - 1
-        bodies = (windowed_heads * (num_steps - edges), *[windowed_heads] * edges)
-        if backward:  # more steps at the end write what the ring still holds
-            members = heads_a_step(call, H // K, D, dtype)
-            bodies = (bodies[0] // heads_in_one_piece(call, members), *bodies[1:])
-            kv_heads = windowed_heads * K // H
-            rows = kv_heads * (back if H == K else num_steps)  # of a group, every step writes keys
-            counts["window_backward"] = Executions(bodies, rows, kv_heads)
-        else:
-            counts["window_forward"] = Executions(bodies, 0, windowed_heads)
-    else:
-        counts |= _scheduled(call, where, windowed_heads, backward)
-    if call.window_kernel and full_from is not None:
-        counts |= _of_full_rows(call, where, H, K, D, dtype, backward)
-    if rho is not None:
-        full = dataclasses.replace(call, spec=dataclasses.replace(spec, window=None))
-        counts |= _scheduled(full, where, H - windowed_heads, backward)
+    for launch in launches.backward if backward else launches.forward:
+        heads = served[launch.heads]
+        if launch.listed:
+            counts |= _of_full_rows(launch, where, heads, K, backward)
+        elif launch.kernel.startswith("window") and not (backward and spec.num_sink_tokens):
+            counts |= _of_window(launch, heads, H // K, T, D, dtype)
+        elif launch.kernel.startswith("scheduled") and not launch.full_rows:
+            counts |= _scheduled(launch.call, where, heads, backward)
     return counts
 
 
+def _of_window(launch: Launch, heads: int, group: int, T: int, D: int, dtype) -> dict[str, Executions]:
+    call, backward = launch.call, launch.kernel == "window_backward"
+    num_steps, back = -(-T // call.tiles.q_block), blocks_back(call)
+    edges = min(back, num_steps - 1) if backward else len(window_steps(call, num_steps)) - 1
+    bodies = (heads * (num_steps - edges), *[heads] * edges)
+    if not backward:
+        return {launch.kernel: Executions(bodies, 0, heads)}
+    # More steps at the end write what the ring still holds.
+    bodies = (bodies[0] // heads_in_one_piece(call, heads_a_step(call, group, D, dtype)), *bodies[1:])
+    kv_heads = heads // group
+    rows = kv_heads * (back if group == 1 else num_steps)  # of a group, every step writes keys
+    return {launch.kernel: Executions(bodies, rows, kv_heads)}
+
+
 def _of_full_rows(
-    call: Call, where: Coordinates, heads: int, kv_heads: int, D: int, dtype, backward: bool
+    launch: Launch, where: Coordinates, heads: int, kv_heads: int, backward: bool
 ) -> dict[str, Executions]:
-    choose = tpu_passes.beyond_backward if backward else tpu_passes.beyond_forward
-    call, few = choose(call, where.kv_order.shape[1], D, dtype)
-    if not few:
-        return {}
-    rows = few_rows(call, tpu_passes.of_full_rows(where))
+    rows = few_rows(launch.call, passes.of_full_rows(where))
     first, stop, whole, whole_stop = np.asarray(rows.bounds).reshape(-1, 4).sum(axis=0).tolist()
     plain = whole_stop - whole
-    heads //= 1 if backward else heads_side_by_side(call, heads // kv_heads)
+    heads //= 1 if backward else heads_side_by_side(launch.call, heads // kv_heads)
     bodies = heads * (stop - first - plain), heads * plain
     steps = int(rows.most[0])
-    written = where.kv_order.shape[1] // call.tiles.kv_block if backward else 0  # blocks of keys
-    name = "scheduled_backward" if backward else "scheduled_forward"
+    written = where.kv_order.shape[1] // launch.call.tiles.kv_block if backward else 0  # blocks of keys
     # One figure for the code of rows and that which writes keys' gradients, which is most of it: rather too much.
-    return {name: Executions(bodies, max(heads * steps, kv_heads * written), steps + written)}
+    return {launch.kernel: Executions(bodies, max(heads * steps, kv_heads * written), steps + written)}
 
 
 def _of_rows(arrays: int, ratio=0.13, turned=False, **shape) -> Executions:
@@ -388,17 +394,23 @@ def _call(
 ) -> Call:
     """The call as `tpu` makes it; `alone`: no second launch serves full heads."""
     T, order = where.kv_pos.shape[1], None if context is None else RowOrder(context, True)
-    call = tpu_passes.make_call(spec, where, D, dtype, has_slopes=has_slopes, has_bias=False, kind=kind, order=order)
-    if not branches:
-        call = tpu_passes.attention_call(call, where, D, not alone, kind)
-    elif alone:
-        call = tpu_passes.with_own_tiles(call, where, D, kind)
+    call = make_call(spec, where, D, dtype, has_slopes=has_slopes, has_bias=False, kind=kind, order=order)
+    if branches:
+        call = routed_call(call, where, D, dtype, kind, not alone)
+    else:
+        call = attention_call(call, where, D, kind, not alone)
     call = dataclasses.replace(call, tiles=dataclasses.replace(call.tiles, **tiles))
     if T % call.tiles.q_block:
         raise ArgumentError(
             f"T is {T}; what is measured are whole blocks, so T must be a multiple of {call.tiles.q_block}."
         )
     return call
+
+
+def _launches(call: Call, where, D: int, dtype, tiles: dict, *, kind: str, alone=True) -> Launches:
+    """Those of the call; tiles that were asked for are those of the backward pass too."""
+    with preferring("tpu", _own_row(call, D) if tiles else []):
+        return attention_launches(call, where, D, dtype, kind, not alone)
 
 
 def _bench(
@@ -435,13 +447,15 @@ def _bench(
         call = _call(device_kind(), spec, where, D, dtype, tiles, alone, branches, has_slopes, context)
         call, where = _turning(dataclasses.replace(call, zero_cut=cut), where, tables)
         full_heads = None if rho is None else jnp.arange(K) >= round(rho * K)
+        kind = device_kind()
         if branches:
-            return both_branches(call, q, k, v, head_bias, where, full_heads)
+            launches = routed_launches(call, where, D, dtype, kind, not alone)
+            return both_branches(launches, q, k, v, head_bias, where, full_heads)
+        launches = _launches(call, where, D, dtype, tiles, kind=kind, alone=alone)
         if not backward:
-            return tpu_passes.forward(call, q, k, v, head_bias, where, full_heads)
-        with preferring("tpu", _own_row(call, D) if tiles else []):
-            dout, statistics = cotangents if activation == "softmax" else (*cotangents, None)
-            return tpu_passes.backward(call, q, k, v, head_bias, where, full_heads, dout, statistics)
+            return passes.forward(launches.forward, q, k, v, head_bias, where, full_heads)
+        dout, statistics = cotangents if activation == "softmax" else (*cotangents, None)
+        return passes.backward(launches.backward, q, k, v, head_bias, where, full_heads, dout, statistics)
 
     cotangents = ((q, row) if activation == "softmax" else (q,)) if backward else ()
     return function, (q, kv, kv, head_bias, ids, *given, *cotangents)

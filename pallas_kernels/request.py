@@ -1,4 +1,4 @@
-"""The static facts of one attention call, and what an implementation makes of them: the words of `dispatch.plan`."""
+"""The static facts of one attention call, and what an implementation is to launch for it: the words of `dispatch`."""
 
 import dataclasses
 from typing import Any, Literal, NamedTuple
@@ -105,8 +105,8 @@ class Request:
         )
 
 
-class Launch(NamedTuple):
-    """One launch of a kernel.
+class LaunchFacts(NamedTuple):
+    """One launch of a kernel, as it is printed.
 
     Attributes:
       kernel: the name that it has in compiled programs.
@@ -125,8 +125,8 @@ class Launch(NamedTuple):
     backward: bool = False
 
 
-class Plan(NamedTuple):
-    """How a call will be computed.
+class Dispatched(NamedTuple):
+    """What computes a call.
 
     Attributes:
       implementation: "tpu", "triton", "cudnn", "xla" or "reference".
@@ -136,6 +136,6 @@ class Plan(NamedTuple):
     """
 
     implementation: str
-    launches: tuple[Launch, ...] = ()
+    launches: tuple[LaunchFacts, ...] = ()
     blocks: tuple[int, int] | None = None
     fallback: str | None = None

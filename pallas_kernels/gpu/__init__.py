@@ -126,11 +126,13 @@ def _for_kernels(per_head: PerHead) -> PerHead:
     return floats._replace(full_heads=None if full is None else full.astype(jnp.int32))
 
 
-def _tiles(q: jax.Array, k: jax.Array) -> TilesByKernel:
+def _tiles(q: jax.Array, k: jax.Array | jax.ShapeDtypeStruct) -> TilesByKernel:
     return tiles_of(q, k, gpu_triton.compute_capability() if gpu_triton.on_gpu() else None)
 
 
-def tiles_of(q: jax.Array, k: jax.Array, capability: int | None) -> TilesByKernel:
+def tiles_of(
+    q: jax.Array | jax.ShapeDtypeStruct, k: jax.Array | jax.ShapeDtypeStruct, capability: int | None
+) -> TilesByKernel:
     """Those of a call on a device; of a Hopper if None. Shapes and dtype are read."""
     longest = [max(16, pl.next_power_of_2(x.shape[1])) for x in (q, k)]
 
@@ -140,19 +142,27 @@ def tiles_of(q: jax.Array, k: jax.Array, capability: int | None) -> TilesByKerne
     return TilesByKernel(*map(fit, tile_sizes(q.shape[3], q.dtype.itemsize, capability or 90)))
 
 
-def decode_shares(batch: int, kv_heads: int, blocks: int) -> int:
-    """How many programs share the keys of a KV head when decoding."""
-    return min(blocks, -(-_PROGRAMS_IN_FLIGHT // (batch * kv_heads)))
+def decode_grid(batch: int, kv_heads: int, entries: int, tile: Tile) -> tuple[int, int, int]:
+    """Programs that share the keys of a KV head when decoding, KV heads, and sequences."""
+    blocks = -(-entries // tile.kv_block)
+    return min(blocks, -(-_PROGRAMS_IN_FLIGHT // (batch * kv_heads))), kv_heads, batch
 
 
-def heads_apart(spec: AttentionSpec, tile: Tile, q: jax.Array, k: jax.Array) -> bool:
+def each_head(
+    spec: AttentionSpec,
+    tile: Tile,
+    q: jax.Array | jax.ShapeDtypeStruct,
+    k: jax.Array | jax.ShapeDtypeStruct,
+    *,
+    outside: bool,
+) -> bool:
     """Whether the programs for keys' gradients take a query head each; their results are then added up.
 
     All queries visit the block of the sink tokens, one program a KV head. Where there are few others, all wait for it:
     with 4 sink tokens, forward and backward of one row of 8192 tokens and 8 KV heads took 1.9 times as long on an
     H200. The rule compares its visits with the mean of those of a multiprocessor.
     """
-    if not spec.num_sink_tokens or spec.window is None or q.shape[2] == k.shape[2]:
+    if outside or not spec.num_sink_tokens or spec.window is None or q.shape[2] == k.shape[2]:
         return False
     blocks_of_a_window = -(-spec.window // tile.kv_block)
     return k.shape[0] * k.shape[2] * blocks_of_a_window < _PROGRAMS_IN_FLIGHT
@@ -193,9 +203,9 @@ def _flash_bwd(static, tiles, saved, cotangents):
     x = _operands(static, tiles.dq, q, k, v, heads, where, **gradients)
     dq, dbias = gpu_triton.dq(static, tiles.dq, x)
     x = _operands(static, tiles.dkv, q, k, v, heads, where, by_key=True, **gradients)
-    apart = not static.outside and heads_apart(static.spec, tiles.dkv, q, k)
-    dk, dv = gpu_triton.dkv(static, tiles.dkv, x, apart)
-    if apart:
+    each = each_head(static.spec, tiles.dkv, q, k, outside=static.outside)
+    dk, dv = gpu_triton.dkv(static, tiles.dkv, x, each)
+    if each:
         dk, dv = (x.reshape(*k.shape[:3], -1, x.shape[3]).sum(axis=3).astype(k.dtype) for x in (dk, dv))
     return dq, dk, dv, PerHead(None, None if dbias is None else dbias.sum(axis=(0, 2)), dsinks, None), None
 
@@ -217,9 +227,9 @@ def decode_pools(
     heads = _for_kernels(per_head._replace(sink_logits=None))  # they join afterwards
     fold = Fold(q.shape[1], q.shape[2], pools[0].slots.shape[0])
     keys = jax.ShapeDtypeStruct((1, max(y.k.shape[2] for y in pools), 1, 1), q.dtype)
-    tile = _tiles(q, keys).decode._replace(q_block=fold.rows)  # type: ignore[arg-type]
+    tile = _tiles(q, keys).decode._replace(q_block=fold.rows)
     x = decode_kernels.PoolOperands(fold.queries(q), pools, fold.per_head(heads), lengths, full_from)
-    shares = decode_shares(q.shape[0], fold.kv_heads, -(-keys.shape[1] // tile.kv_block))
+    shares, *_ = decode_grid(q.shape[0], fold.kv_heads, keys.shape[1], tile)
     x = parts.vary_alike(x)
     out, lse = decode_kernels.pool_decode(specs, static, tile, fold.tokens, fold.group, x, shares)
     return parts.join_sinks(*fold.merged(out, lse), per_head.sink_logits)[0]
@@ -232,7 +242,7 @@ def _decode(static: Static, tile: Tile, q, k, v, heads: PerHead, where: Coordina
     queries = {name: getattr(where, name) for name in ("q_pos", "q_order", "full_rows")}
     where = where._replace(**jax.tree.map(lambda x: jnp.repeat(x, fold.group, axis=1), queries))
     x = _operands(static, tile, fold.queries(q), k, v, fold.per_head(heads), where)
-    shares = decode_shares(q.shape[0], fold.kv_heads, x.keys.pos.shape[1] // tile.kv_block)
+    shares, *_ = decode_grid(q.shape[0], fold.kv_heads, k.shape[1], tile)
     return fold.merged(*decode_kernels.decode(static, tile, x, shares))
 
 

@@ -48,3 +48,13 @@ class Static:
     interpret: bool
     out_dtype: str = "float32"
     outside: bool = False  # attend to what `spec` does *not* see of the keys that full attention would
+
+
+def query_grid(tile: Tile, q: jax.Array | jax.ShapeDtypeStruct) -> tuple[int, int, int]:
+    """The programs for queries [B, T, H, D]: blocks of them, heads, rows of the batch."""
+    return -(-q.shape[1] // tile.q_block), q.shape[2], q.shape[0]
+
+
+def key_grid(tile: Tile, k: jax.Array | jax.ShapeDtypeStruct, heads: int) -> tuple[int, int, int]:
+    """The programs for keys [B, S, K, D], of so many heads."""
+    return -(-k.shape[1] // tile.kv_block), heads, k.shape[0]

@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.gpu.loop_bounds import Bounds
-from pallas_kernels.gpu.operands import Operands, Side, Static, Tile
+from pallas_kernels.gpu.operands import Operands, Side, Static, Tile, key_grid, query_grid
 from pallas_kernels.nonfinite import finite, is_finite
 from pallas_kernels.parts import LOG2E
 from pallas_kernels.spec import visible
@@ -45,7 +45,7 @@ def compute_capability() -> int:
 
 def forward(static: Static, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Array | None]:
     """Out [B, T, H, D] in `static.out_dtype`, and lse [B, H, T of whole blocks] float32, base 2 (None: sigmoid)."""
-    grid = _query_grid(tile, x)
+    grid = query_grid(tile, x.q)
     results = [_sequence(x.q.shape, static.out_dtype)]
     if static.spec.activation == "softmax":
         results.append(_statistic(tile, grid))
@@ -55,7 +55,7 @@ def forward(static: Static, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Arr
 
 def dq(static: Static, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Array | None]:
     """The gradient of q, and (if there is a bias) that of the bias by query row: [B, H, T of whole blocks] float32."""
-    grid = _query_grid(tile, x)
+    grid = query_grid(tile, x.q)
     results = [_sequence(x.q.shape, x.q.dtype)]
     if x.heads.sigmoid_bias is not None:
         results.append(_statistic(tile, grid))
@@ -63,20 +63,16 @@ def dq(static: Static, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Array | 
     return dq, dbias[0] if dbias else None
 
 
-def dkv(static: Static, tile: Tile, x: Operands, apart: bool) -> tuple[jax.Array, jax.Array]:
+def dkv(static: Static, tile: Tile, x: Operands, each_head: bool) -> tuple[jax.Array, jax.Array]:
     """The gradients of k and v; `x.bounds` are those of KV blocks.
 
-    With `apart`, what each query head adds to them: [B, S, H, D] float32.
+    With `each_head`, what each query head adds to them: [B, S, H, D] float32.
     """
-    heads = x.q.shape[2] if apart else x.k.shape[2]
-    grid = (x.keys.pos.shape[1] // tile.kv_block, heads, x.q.shape[0])
-    results = [_sequence((*y.shape[:2], heads, y.shape[3]), jnp.float32 if apart else y.dtype) for y in (x.k, x.v)]
+    heads = x.q.shape[2] if each_head else x.k.shape[2]
+    grid = key_grid(tile, x.k, heads)
+    results = [_sequence((*y.shape[:2], heads, y.shape[3]), jnp.float32 if each_head else y.dtype) for y in (x.k, x.v)]
     dk, dv = call(_dkv_kernel, static, tile, x, grid, results)
     return dk, dv
-
-
-def _query_grid(tile: Tile, x: Operands) -> tuple[int, int, int]:
-    return x.queries.pos.shape[1] // tile.q_block, x.q.shape[2], x.q.shape[0]
 
 
 # Each program is handed the whole sequences of its KV head and row of the batch, and reads what it visits.

@@ -8,8 +8,8 @@ from pallas_kernels.rotary import Rotation
 from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead
 from pallas_kernels.tpu.attend import attend
 from pallas_kernels.tpu.decode import decode_attention
+from pallas_kernels.tpu.launches import call_of
 from pallas_kernels.tpu.pairs import in_pairs, side_by_side
-from pallas_kernels.tpu.passes import call_of
 from pallas_kernels.tpu.routed import routed_attention
 from pallas_kernels.tpu.tiles import with_scale
 from pallas_kernels.tpu.turning import left_to_kernels, turns_queries

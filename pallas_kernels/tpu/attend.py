@@ -9,18 +9,10 @@ from pallas_kernels.blocks import device_kind
 from pallas_kernels.parts import named, natural_lse, vary_alike
 from pallas_kernels.ring import Ring, attend_to_all, gradients_of_all, one_part
 from pallas_kernels.spec import Coordinates, PerHead
+from pallas_kernels.tpu.launches import Launches, attention_call, attention_launches
+from pallas_kernels.tpu.layout import head_major, pack_statistics, pad_coordinates, stack_head_bias, token_major
 from pallas_kernels.tpu.pairs import gather, spread
-from pallas_kernels.tpu.passes import (
-    attention_call,
-    backward,
-    forward,
-    head_major,
-    in_parts,
-    pack_statistics,
-    pad_coordinates,
-    stack_head_bias,
-    token_major,
-)
+from pallas_kernels.tpu.passes import backward, forward
 from pallas_kernels.tpu.tiles import Call
 from pallas_kernels.tpu.turning import multiplied
 
@@ -41,8 +33,9 @@ def attend(
     """
     _, length, heads, head_dim = q.shape
     heads = 2 * heads if pairs else heads
-    some_full = per_head.full_heads is not None
-    call = attention_call(call, one_part(ring, where), head_dim, some_full, device_kind())
+    some_full, here, kind = per_head.full_heads is not None, one_part(ring, where), device_kind()
+    call = attention_call(call, here, head_dim, kind, some_full)
+    launches = attention_launches(call, here, head_dim, k.dtype, kind, some_full)
     q = head_major(multiplied(call, q), call.tiles.q_block)
     arguments = (
         spread(q) if pairs else q,
@@ -52,35 +45,35 @@ def attend(
         where,
         per_head.full_heads,
     )
-    out, lse = _core(call, ring, *vary_alike(arguments))
+    out, lse = _core(launches, ring, *vary_alike(arguments))
     out = gather(out) if pairs else out
     return token_major(out, length), None if lse is None else lse[:, :, 0, :length].transpose(0, 2, 1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _core(call: Call, ring: Ring | None, q, k, v, head_bias, where: Coordinates, full_heads):
-    return _core_fwd(call, ring, q, k, v, head_bias, where, full_heads)[0]
+def _core(launches: Launches, ring: Ring | None, q, k, v, head_bias, where: Coordinates, full_heads):
+    return _core_fwd(launches, ring, q, k, v, head_bias, where, full_heads)[0]
 
 
-def _core_fwd(call, ring, q, k, v, head_bias, where, full_heads):
-    out, lse = named(*forward_to_all(call, ring, q, k, v, head_bias, where, full_heads))
+def _core_fwd(launches, ring, q, k, v, head_bias, where, full_heads):
+    out, lse = named(*forward_to_all(launches, ring, q, k, v, head_bias, where, full_heads))
     return (out, natural_lse(lse)), (q, k, v, head_bias, where, full_heads, out, lse)
 
 
 def forward_to_all(
-    call: Call, ring: Ring | None, q, k, v, head_bias, where: Coordinates, full_heads
+    launches: Launches, ring: Ring | None, q, k, v, head_bias, where: Coordinates, full_heads
 ) -> tuple[jax.Array, ...]:
     """`passes.forward` over the keys of all devices of a ring; `where` is not padded."""
 
     def attend(keys, where, results, last):
-        (k, v), here = keys, call if last else in_parts(call)
-        where = pad_coordinates(where, call.tiles)
-        return forward(here, q, k, v, head_bias, where, full_heads, initial=results)
+        (k, v), here = keys, launches if last else launches.in_parts()
+        where = pad_coordinates(where, launches.call.tiles)
+        return forward(here.forward, q, k, v, head_bias, where, full_heads, initial=results)
 
     return attend_to_all(ring, (k, v), where, attend)
 
 
-def _core_bwd(call, ring, saved, cotangents):
+def _core_bwd(launches, ring, saved, cotangents):
     q, k, v, head_bias, where, full_heads, out, lse = saved
     dout, dlse = cotangents
     statistics = None
@@ -89,8 +82,8 @@ def _core_bwd(call, ring, saved, cotangents):
         statistics = pack_statistics(lse, delta)
 
     def of_part(keys, where):
-        (k, v), where = keys, pad_coordinates(where, call.tiles)
-        return backward(call, q, k, v, head_bias, where, full_heads, dout, statistics)
+        (k, v), where = keys, pad_coordinates(where, launches.call.tiles)
+        return backward(launches.backward, q, k, v, head_bias, where, full_heads, dout, statistics)
 
     dq, dk, dv, *dbias = gradients_of_all(ring, (k, v), where, of_part)
     dhead_bias = jnp.zeros_like(head_bias)

@@ -11,9 +11,7 @@ full branch only, whose cotangents are exactly zero in every row that a hard gat
 are gathered into dense blocks, and the pass over the keys outside runs on those alone.
 """
 
-import dataclasses
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -28,12 +26,8 @@ from pallas_kernels.rotary import Rotation
 from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead
 from pallas_kernels.tpu.attend import attend
 from pallas_kernels.tpu.cotangents import Branch, Cotangents, divide
-from pallas_kernels.tpu.passes import (
-    backward,
-    by_position,
-    call_of,
-    choose_kernel,
-    forward,
+from pallas_kernels.tpu.launches import Launches, RoutedLaunches, call_of, inference_calls, routed_call, routed_launches
+from pallas_kernels.tpu.layout import (
     head_major,
     pack_statistics,
     pad,
@@ -41,16 +35,12 @@ from pallas_kernels.tpu.passes import (
     pad_queries,
     stack_head_bias,
     token_major,
-    with_own_tiles,
 )
+from pallas_kernels.tpu.passes import backward, forward
 from pallas_kernels.tpu.rows import add_apart, choose, together
-from pallas_kernels.tpu.scheduled_forward import branches_forward, serves_branches
+from pallas_kernels.tpu.scheduled_forward import branches_forward
 from pallas_kernels.tpu.tiles import Call, Heads
 from pallas_kernels.tpu.turning import left_to_kernels, multiplied
-
-# Of gathered rows: the smaller the block, the narrower the span of positions that its keys are bounded by.
-GATHERED_BLOCK = 256
-_OUTSIDE_BLOCK = 1024  # of keys outside
 
 
 def routed_attention(
@@ -75,12 +65,10 @@ def routed_attention(
     """
     if not inference:
         return _attend_both(q, k, v, gate, spec, where, per_head, ring, order, rotation)
-    call = call_of(q, spec, one_part(ring, where), per_head, order)
+    calls = inference_calls(call_of(q, spec, one_part(ring, where), per_head, order))
 
     def part(q, where, outside):
-        here = dataclasses.replace(call, outside=outside, in_parts=True)
-        here = by_position(here) if outside else here
-        return attend(here, q, k, v, where, per_head, ring)
+        return attend(calls[outside], q, k, v, where, per_head, ring)
 
     return route(part, q, gate, where, per_head.sink_logits, inference=True)
 
@@ -90,31 +78,32 @@ def _attend_both(q, k, v, gate, spec, where: Coordinates, per_head: PerHead, rin
     (_, length, heads, _), full_heads = q.shape, per_head.full_heads
     here = one_part(ring, where)
     call, where = left_to_kernels(call_of(q, spec, here, per_head, order), where, rotation)
-    # The gate's gradient is a difference of the branches: large sums without a normaliser must not be rounded before.
-    call = dataclasses.replace(call, in_parts=not call.softmax)
-    if full_heads is None and serves_branches(call, here, q.shape[3], k.dtype):
-        call = with_own_tiles(call, here, q.shape[3], device_kind())
+    given = q.shape[3], k.dtype, device_kind(), full_heads is not None
+    call = routed_call(call, here, *given)
+    launches = routed_launches(call, here, *given, in_ring=ring is not None)
     q = pad(multiplied(call, q), call.tiles.q_block, 1, 0)
     k, v = (pad(x, call.tiles.kv_block, 1, 0) for x in (k, v))
     gate = pad(gate, call.tiles.q_block, 1, 0)
     where, head_bias = pad_queries(where, call.tiles), stack_head_bias(heads, per_head)
     arrays = q, k, v, gate, head_bias, per_head.sink_logits, where, full_heads
-    out, disagreement = _mixed(call, ring, *vary_alike(arrays))
+    out, disagreement = _mixed(launches, ring, *vary_alike(arrays))
     return out[:, :length], disagreement[:, :length]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _mixed(call: Call, ring: Ring | None, q, k, v, gate, head_bias, sink_logits, where: Coordinates, full_heads):
+def _mixed(
+    launches: RoutedLaunches, ring: Ring | None, q, k, v, gate, head_bias, sink_logits, where: Coordinates, full_heads
+):
     """As `_attend_both`, of padded arrays and multiplied queries; where the keys are is not padded."""
-    return _mixed_fwd(call, ring, q, k, v, gate, head_bias, sink_logits, where, full_heads)[0]
+    return _mixed_fwd(launches, ring, q, k, v, gate, head_bias, sink_logits, where, full_heads)[0]
 
 
-def _mixed_fwd(call, ring, q, k, v, gate, head_bias, sink_logits, where: Coordinates, full_heads):
-    arrays = _head_major(call, q, k, v)
+def _mixed_fwd(launches, ring, q, k, v, gate, head_bias, sink_logits, where: Coordinates, full_heads):
+    call, arrays = launches.call, _head_major(launches.call, q, k, v)
     if ring is None:
-        passes = both_branches(call, *arrays, head_bias, pad_keys(where, call.tiles), full_heads)
+        passes = both_branches(launches, *arrays, head_bias, pad_keys(where, call.tiles), full_heads)
     else:
-        passes = _branches_to_all(call, ring, *arrays, head_bias, where, full_heads)
+        passes = _branches_to_all(launches, ring, *arrays, head_bias, where, full_heads)
 
     # Kept as the kernels give them: the backward pass reads what was kept, and no copy of it.
     dtype = call.result_dtype(q)
@@ -132,26 +121,24 @@ def _by_token(branch: Branch) -> tuple[jax.Array, jax.Array | None]:
 
 
 def both_branches(
-    call: Call, q, k, v, head_bias, where: Coordinates, full_heads
+    launches: RoutedLaunches, q, k, v, head_bias, where: Coordinates, full_heads
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """out and lse of the window and of all keys, head-major: from one kernel, or from two where that cannot be."""
-    if full_heads is None and serves_branches(call, where, k.shape[3], k.dtype):
-        return branches_forward(call, q, k, v, head_bias, where, Heads(k.shape[1]))
-    in_parts = dataclasses.replace(call, in_parts=True)
-    window = forward(choose_kernel(in_parts, where), q, k, v, head_bias, where, full_heads)
-    outside = dataclasses.replace(call, outside=True)
-    return window, forward(outside, q, k, v, head_bias, where, full_heads, initial=window)
+    arrays = q, k, v, head_bias, where
+    if launches.together:
+        return branches_forward(launches.window.forward[0].call, *arrays, Heads(k.shape[1]))
+    window = forward(launches.window.forward, *arrays, full_heads)
+    return window, forward(launches.outside.forward, *arrays, full_heads, initial=window)
 
 
-def _branches_to_all(call: Call, ring: Ring, q, k, v, head_bias, where: Coordinates, full_heads):
-    """`both_branches` over the keys of all devices of a ring: the window's and those outside are added up apart."""
-    window_call = dataclasses.replace(call, in_parts=True)
-    outside_call = dataclasses.replace(window_call, outside=True)
+def _branches_to_all(launches: RoutedLaunches, ring: Ring, q, k, v, head_bias, where: Coordinates, full_heads):
+    """`both_branches` over the keys of all devices of a ring: those of the window and those outside are added separately."""
+    call = launches.call
 
     def attend_both(keys, where, results, last):
         (k, v), where = keys, pad_keys(where, call.tiles)
-        both = zip((window_call, outside_call), results, strict=True)
-        return tuple(forward(one, q, k, v, head_bias, where, full_heads, so_far) for one, so_far in both)
+        both = zip((launches.window, launches.outside), results, strict=True)
+        return tuple(forward(one.forward, q, k, v, head_bias, where, full_heads, so_far) for one, so_far in both)
 
     window, outside = attend_to_all(ring, (k, v), where, attend_both, ((), ()))
     if not call.softmax:
@@ -176,21 +163,20 @@ class _Saved(NamedTuple):
     full: Branch
 
 
-def _mixed_bwd(call, ring, saved: _Saved, cotangents):
-    q, k, head_bias, where = saved.q, saved.k, saved.head_bias, saved.where
+def _mixed_bwd(launches, ring, saved: _Saved, cotangents):
+    call, q, k, head_bias, where = launches.call, saved.q, saved.k, saved.head_bias, saved.where
     dout, ddisagreement = cotangents
     dout = head_major(dout, call.tiles.q_block)
     divided = divide(saved.gate, saved.sink_logits, saved.window, saved.full, dout, ddisagreement)
     of_window, of_full, dgate, dsinks = divided
     arrays = _head_major(call, q, k, saved.v)
     run = functools.partial(_run_backward, call.tiles, ring, saved, arrays[1:])
-    dq, dk, dv, *dbias = run(choose_kernel(call, one_part(ring, where)), arrays[0], where, of_window)
+    dq, dk, dv, *dbias = run(launches.window, arrays[0], where, of_window)
 
     # Rows that reach outside; what is not finite reaches everywhere.
     active = (saved.gate != 0) | (ddisagreement != 0) | ~jnp.isfinite(dgate)
     num_active, length = active.sum(axis=1, keepdims=True), q.shape[1]
-    outside = outside_backward_call(call)
-    tile = outside.tiles.q_block
+    tile = launches.outside.call.tiles.q_block
     chosen = choose(active, tile)
     queries, dout = together(call, chosen, arrays[0], (of_full.out,), tile, where)
     order = members(active, length)
@@ -198,7 +184,7 @@ def _mixed_bwd(call, ring, saved: _Saved, cotangents):
     rows, of_rows = _gather_rows(call, where, order, is_active, of_full._replace(out=dout))
     blocks = -(-num_active.max() // tile)
     added = (dk, dv) if ring is None else ()
-    results = run(outside, queries, rows, of_rows, blocks, added)
+    results = run(launches.outside, queries, rows, of_rows, blocks, added)
     dq_outside, dk_outside, dv_outside, *dbias_outside = results
     dq = token_major(add_apart(call, chosen, dq, dq_outside, tile, where), length)
     dk, dv = (dk_outside, dv_outside) if ring is None else (dk + dk_outside, dv + dv_outside)
@@ -218,7 +204,7 @@ def _run_backward(
     ring: Ring | None,
     saved: _Saved,
     keys,
-    call: Call,
+    launches: Launches,
     q,
     where: Coordinates,
     by_query: Cotangents,
@@ -238,7 +224,7 @@ def _run_backward(
     def of_part(keys, where):
         (k, v), where = keys, pad_keys(where, tiles)
         arrays = q, k, v, saved.head_bias, where, saved.full_heads, by_query.out, statistics
-        return backward(call, *arrays, num_active, added)
+        return backward(launches.backward, *arrays, num_active, added)
 
     return gradients_of_all(ring, keys, where, of_part)
 
@@ -274,16 +260,6 @@ def _gather_rows(call: Call, where: Coordinates, order, is_active, full: Cotange
         full = full._replace(lse=lse, delta=delta)
     rows["q_pos"] = jnp.where(is_active, rows["q_pos"], -1)
     return where._replace(**rows, q_cos=None, q_sin=None), full
-
-
-def outside_backward_call(call: Call) -> Call:
-    """Of the pass over the keys outside, on gathered rows."""
-    tiles = dataclasses.replace(
-        call.tiles,
-        q_block=math.gcd(call.tiles.q_block, GATHERED_BLOCK),
-        kv_block=math.gcd(call.tiles.kv_block, _OUTSIDE_BLOCK),
-    )
-    return dataclasses.replace(by_position(call), outside=True, turned_by=0, tiles=tiles)
 
 
 def _head_major(call: Call, q, k, v) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -84,15 +84,13 @@ def scheduled_backward(
         are left out, and the results are these arrays, changed in place; VMEM must hold all keys (`keys_at_once`).
     """
     run = functools.partial(_sweep, call, q, head_bias, heads, dout, statistics)
-    length = k.shape[2]
-    chunk, keys_too = keys_at_once(call, length, k.shape[3], k.dtype.itemsize)
-    if length <= chunk:
+    chunks, keys_too = key_chunks(call, *k.shape[2:], k.dtype.itemsize)
+    if len(chunks) == 1:
         walk = walk_over(call, where, resident=keys_too, flush=True, num_active=num_active, few=bool(of_few))
         return run(k, v, where, walk, previous, added, of_few)
 
     parts = []
-    for start in range(0, length, chunk):
-        keys = slice(start, start + chunk)
+    for keys in chunks:
         here = where._replace(
             kv_pos=where.kv_pos[:, keys],
             kv_order=where.kv_order[:, keys],
@@ -101,11 +99,17 @@ def scheduled_backward(
         walk = walk_over(dataclasses.replace(call, indexed=False, order=None), here, resident=False, flush=True)
         # Of what is there already, the gradients by query are in the first part of the sum.
         by_query, by_key = (previous[:1], previous[3:]), (x[:, :, keys] for x in previous[1:3])
-        dq, dbias = by_query if start == 0 else jax.tree.map(jnp.zeros_like, by_query)
+        dq, dbias = by_query if keys.start == 0 else jax.tree.map(jnp.zeros_like, by_query)
         of_chunk = tuple(x[:, :, keys] for x in added)
         parts.append(run(k[:, :, keys], v[:, :, keys], here, walk, (*dq, *by_key, *dbias), of_chunk))
     dq, dk, dv, *dbias = zip(*parts, strict=True)
     return _sum(dq), *(jnp.concatenate(x, axis=2) for x in (dk, dv)), *map(_sum, dbias)
+
+
+def key_chunks(call: Call, length: int, head_dim: int, itemsize: int) -> tuple[list[slice], bool]:
+    """The chunks in which the keys are taken, each in a launch of its own, and whether VMEM holds them all."""
+    chunk, resident = keys_at_once(call, length, head_dim, itemsize)
+    return [slice(start, min(start + chunk, length)) for start in range(0, length, chunk)], resident
 
 
 def keys_at_once(call: Call, length: int, head_dim: int, itemsize: int) -> tuple[int, bool]:

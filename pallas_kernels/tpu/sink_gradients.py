@@ -14,20 +14,21 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu.packed_sinks import aligned_row, copied_rows
 from pallas_kernels.tpu.tiles import LANES, Call, Heads, launch, shape_like
-from pallas_kernels.tpu.window import Ref, Segments, sink_rows
+from pallas_kernels.tpu.window import Ref, Segments, sink_rows, sink_slots
 
 _TILE = 8  # rows of f32
 
 
-def add_to_sinks(
-    call: Call, segments: Segments, gradients: tuple[jax.Array, jax.Array], rows: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, ...]:
-    """dk and dv with the gradients of their sink tokens.
+def add_to_sinks(call: Call, segments: Segments | None, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """The results of `window_backward` for packed rows, with the gradients of sink tokens added to dk and dv in place.
 
     Args:
-      gradients: dk and dv, [B, K, T, D]; written in place.
-      rows: of each step's sink tokens, for dk and dv, [B, K, steps * sink_rows, D] f32.
+      results: dq, dk and dv [B, K, T, D], the bias's, and the gradients of each step's sink tokens, for dk and dv
+        [B, K, steps * sink_rows, D] f32.
     """
+    dq, *gradients, dk_rows, dv_rows = results
+    gradients, dbias = gradients[:2], gradients[2:]
+    assert segments is not None
     assert segments.sinks is not None
     (batch, kv_heads, length, head_dim), dtype = gradients[0].shape, gradients[0].dtype
     num_steps, slots = segments.sinks.shape[1:]
@@ -38,15 +39,16 @@ def add_to_sinks(
         x = x[:, :, :, : slots * num_sinks].reshape(batch, kv_heads, num_entries, num_sinks, head_dim)
         return jnp.pad(x.swapaxes(1, 2), [(0, 0)] * 3 + [(0, -num_sinks % _TILE), (0, 0)])
 
-    inputs = [by_document(x) for x in rows]
-    heads = heads_at_once(call, kv_heads, head_dim)
+    inputs = [by_document(x) for x in (dk_rows, dv_rows)]
+    grid = sink_gradients_grid(call, batch, kv_heads, head_dim, num_steps)
+    heads = kv_heads // grid[1]
     block = heads, *inputs[0].shape[3:]
     spec = pl.BlockSpec((None, None, *block), lambda b, h, i, starts: (b, i, h, 0, 0))
-    return launch(
+    dk, dv = launch(
         call,
         functools.partial(_kernel, num_entries),
         "window_sink_gradients",
-        grid=(batch, kv_heads // heads, num_entries),
+        grid=grid,
         scalars=(segments.sinks.reshape(-1),),
         heads=Heads(kv_heads),
         inputs=inputs,
@@ -58,8 +60,13 @@ def add_to_sinks(
             pltpu.VMEM((2, heads, copied_rows(call, length), head_dim), dtype),
             pltpu.SemaphoreType.DMA(()),
         ],
-        previous=gradients,
+        previous=tuple(gradients),
     )
+    return dq, dk, dv, *dbias
+
+
+def sink_gradients_grid(call: Call, batch: int, kv_heads: int, head_dim: int, num_steps: int) -> tuple[int, int, int]:
+    return batch, kv_heads // heads_at_once(call, kv_heads, head_dim), num_steps * sink_slots(call, True)
 
 
 def heads_at_once(call: Call, kv_heads: int, head_dim: int) -> int:

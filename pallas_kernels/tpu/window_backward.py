@@ -22,19 +22,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.spec import Coordinates
 from pallas_kernels.tpu.packed_sinks import documents_copied, gather_sinks, room_for_copies, sink_copies
-from pallas_kernels.tpu.sink_gradients import add_to_sinks
 from pallas_kernels.tpu.tiles import LANES, Call, Heads, by_head, cost_of, head_at, launch, shape_like, split, take
 from pallas_kernels.tpu.turning import add_tables
-from pallas_kernels.tpu.window import (
-    Cut,
-    Ref,
-    blocks_back,
-    heads_a_step,
-    packed_segments,
-    scalars_of,
-    sink_rows,
-    window_steps,
-)
+from pallas_kernels.tpu.window import Cut, Ref, Segments, blocks_back, heads_a_step, scalars_of, sink_rows, window_steps
 from pallas_kernels.tpu.window_backward_step import Body, Refs, Step, clear
 
 
@@ -48,16 +38,18 @@ def window_backward(
     heads: Heads,
     dout: jax.Array,  # [B, H, T, D]
     statistics: jax.Array | None,  # [B, H, 8, T] f32: lse in base 2 and delta (softmax)
+    segments: Segments | None,  # of packed rows
     previous: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array, ...]:
-    """As `scheduled_backward`, for the calls of `Call.window_kernel`."""
+    """As `scheduled_backward`, for the calls of `Call.window_kernel`. In packed rows with sink tokens, the gradients of
+    these come behind the others, for `add_to_sinks`."""
     (batch, num_heads, length, head_dim), back = q.shape, blocks_back(call)
-    segments = None if where.q_seg is None else packed_segments(call, where)
     copied = documents_copied(call, segments is not None)
     scalars = scalars_of(call, segments, copied or 1)
     num_blocks, group = length // call.tiles.q_block, num_heads // k.shape[1]
-    members = heads_a_step(call, group, head_dim, q.dtype)
-    grid = _Grid(call.tiles.q_block, num_blocks, members, group // members, len(scalars))
+    shape = window_backward_grid(call, batch, heads.count, length, group, head_dim, q.dtype)
+    members = group // shape[3]
+    grid = _Grid(call.tiles.q_block, num_blocks, members, shape[3], len(scalars))
     queries = grid.of_queries(grid.block, head_dim)
     window = [grid.of_keys(before, head_dim) for before in range(back, -1, -1)]
     of_sinks = grid.of_sinks(sink_rows(call, segments is not None), head_dim, by_step=segments is not None)
@@ -91,7 +83,7 @@ def window_backward(
         call,
         functools.partial(_kernel, call, segments is not None, copied, grid),
         "window_backward",
-        grid=(batch, heads.count, num_blocks + back, grid.parts),
+        grid=shape,
         scalars=scalars,
         heads=heads,
         inputs=inputs,
@@ -102,14 +94,18 @@ def window_backward(
         previous=previous,
         cost=cost_of(call, q, k, backward=True),
     )
-    if not call.spec.num_sink_tokens:
+    if not call.spec.num_sink_tokens or segments is not None:
         return results
     dq, dk, dv, *dbias, dk_sinks, dv_sinks = results
-    if segments is None:
-        dk, dv = _add_to_first_keys(dk, dk_sinks), _add_to_first_keys(dv, dv_sinks)
-    else:
-        dk, dv = add_to_sinks(call, segments, (dk, dv), (dk_sinks, dv_sinks))
-    return dq, dk, dv, *dbias
+    return dq, _add_to_first_keys(dk, dk_sinks), _add_to_first_keys(dv, dv_sinks), *dbias
+
+
+def window_backward_grid(
+    call: Call, batch: int, kv_heads: Any, length: int, group: int, head_dim: int, dtype: Any
+) -> tuple[Any, ...]:
+    """Row of the batch, KV head, block of queries (and more steps, to empty the ring), part of the query heads."""
+    parts = group // heads_a_step(call, group, head_dim, dtype)
+    return batch, kv_heads, length // call.tiles.q_block + blocks_back(call), parts
 
 
 @dataclasses.dataclass(frozen=True)

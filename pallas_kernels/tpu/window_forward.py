@@ -98,8 +98,7 @@ def window_forward(
         call,
         functools.partial(_window_kernel, call, segments is not None, copied, length // block),
         "window_forward",
-        # The heads that read the same keys follow each other: no block of keys is fetched twice.
-        grid=(batch, heads.count, length // block, group),
+        grid=window_forward_grid(call, batch, heads.count, length, group),
         scalars=scalars,
         heads=heads,
         inputs=inputs,
@@ -114,6 +113,11 @@ def window_forward(
         previous=previous,
         cost=cost_of(call, q, k),
     )
+
+
+def window_forward_grid(call: Call, batch: int, kv_heads: Any, length: int, group: int) -> tuple[Any, ...]:
+    """The query heads that read the same keys follow each other: no block of keys is fetched twice."""
+    return batch, kv_heads, length // call.tiles.q_block, group
 
 
 def _window_rows(call: Call, before: int) -> tuple[int, Callable[[Any], Any]]:

@@ -55,7 +55,7 @@ class Case:
         return AttentionSpec(self.window, sinks, "sigmoid" if self.variant == "sigmoid" else "softmax")
 
     def request(self) -> Request:
-        """The call of the public function, for `pallas_kernels.dispatch.plan`."""
+        """The call of the public function, for `pallas_kernels.dispatch.dispatched`."""
         decode = self.which == "decode"
         given = {"q_positions", "kv_positions"} if decode else {"q_segment_ids"} if self.documents else set()
         given |= {"alibi_slopes", "sigmoid_bias"} if self.variant == "sigmoid" else set()

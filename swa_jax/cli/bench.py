@@ -204,7 +204,7 @@ def attention(
     """
     import jax
 
-    from pallas_kernels.dispatch import describe, plan
+    from pallas_kernels.dispatch import describe, dispatched
     from swa_jax.bench.attention import candidates
     from swa_jax.files import write_json
 
@@ -216,7 +216,7 @@ def attention(
     if dry_run:
         for case in cases:
             typer.echo(f"{case}  {', '.join(c.name for c in candidates(case))}")
-            for launch in describe(plan(case.request())):
+            for launch in describe(dispatched(case.request())):
                 typer.echo(f"    {launch}")
         return
     device = jax.devices()[0].device_kind

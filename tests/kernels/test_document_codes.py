@@ -7,7 +7,7 @@ import pytest
 from pallas_kernels import AttentionSpec, attention
 from pallas_kernels.blocks import Tiles
 from pallas_kernels.spec import coordinates
-from pallas_kernels.tpu import passes as tpu_passes
+from pallas_kernels.tpu import launches
 from pallas_kernels.tpu import window_forward_step
 from pallas_kernels.tpu.document_codes import document_codes, reads_codes, with_query_code
 from pallas_kernels.tpu.tiles import Call as KernelCall
@@ -28,7 +28,7 @@ def coded(monkeypatch):
         calls.append(query.shape)
         return with_query_code(query, code)
 
-    monkeypatch.setattr(tpu_passes, "choose_tiles", lambda *_, **__: TILES)
+    monkeypatch.setattr(launches, "choose_tiles", lambda *_, **__: TILES)
     monkeypatch.setattr(window_forward_step, "with_query_code", noted)
     return calls
 

@@ -8,7 +8,7 @@ import pytest
 from pallas_kernels import AttentionSpec, attention
 from pallas_kernels.blocks import Tiles
 from pallas_kernels.spec import coordinates, dense_mask
-from pallas_kernels.tpu import passes, walk
+from pallas_kernels.tpu import launches, passes, walk
 from pallas_kernels.tpu.few_rows import few_rows
 
 from .suite import with_gradients
@@ -28,10 +28,10 @@ def walks(monkeypatch):
         return made[-1]
 
     tiles = Tiles(BLOCK, BLOCK, strip=32, tile=32)
-    monkeypatch.setattr(passes, "choose_tiles", lambda *_, **__: tiles)
-    monkeypatch.setattr(passes, "_FEW_FORWARD", FORWARD)
-    monkeypatch.setattr(passes, "_FEW_BACKWARD", BACKWARD)
-    monkeypatch.setattr(passes, "_BEYOND_BLOCK", KEYS)
+    monkeypatch.setattr(launches, "choose_tiles", lambda *_, **__: tiles)
+    monkeypatch.setattr(launches, "_FEW_FORWARD", FORWARD)
+    monkeypatch.setattr(launches, "_FEW_BACKWARD", BACKWARD)
+    monkeypatch.setattr(launches, "_OUTSIDE_BLOCK", KEYS)
     monkeypatch.setattr(walk, "few_rows", noted)
     return made
 
@@ -67,9 +67,9 @@ def arrays(seed: int, heads: int, kv_heads: int):
 )
 def test_values_and_gradients(seed, options, in_vmem, walks, monkeypatch):
     if not in_vmem:
-        keys_at_once = passes.keys_at_once
-        monkeypatch.setattr(passes, "fits_vmem", lambda *_: False)
-        monkeypatch.setattr(passes, "keys_at_once", lambda *a: (keys_at_once(*a)[0], False))
+        keys_at_once = launches.keys_at_once
+        monkeypatch.setattr(launches, "fits_vmem", lambda *_: False)
+        monkeypatch.setattr(launches, "keys_at_once", lambda *a: (keys_at_once(*a)[0], False))
     ids, full_from = rows_of_documents(seed)
     learned, packing = arrays(seed, 4, 2), {"q_segment_ids": ids, "full_from": full_from}
     spec = AttentionSpec(int(np.random.default_rng(seed).integers(2, 60)), **options)
@@ -95,8 +95,8 @@ def test_the_list_has_every_visible_pair_once_and_no_mask_hides_one_of_a_full_ro
     ids, full_from = rows_of_documents(seed, batch=1 + seed % 2)
     spec = AttentionSpec(1 + 7 * seed, num_sink_tokens=seed % 3)
     where = coordinates(LENGTH, LENGTH, q_segment_ids=ids, full_from=full_from)
-    call = passes.make_call(spec, where, 16, "float32", has_slopes=False, has_bias=False, kind="TPU v6 lite")
-    call, few = passes.beyond_forward(passes.choose_kernel(call, where), LENGTH, 16, "float32")
+    call = launches.make_call(spec, where, 16, "float32", has_slopes=False, has_bias=False, kind="TPU v6 lite")
+    call, few = launches.outside_forward(launches.choose_kernel(call, where), LENGTH, 16, "float32")
     assert few
     rows = few_rows(call, passes.of_full_rows(where))
     beyond = dense_mask(spec, where) & ~dense_mask(spec, where._replace(full_rows=None))

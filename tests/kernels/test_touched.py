@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import AttentionSpec, attention, decode_attention, reference, routed_attention
 from pallas_kernels.gpu import triton as gpu_triton
-from pallas_kernels.tpu import passes as tpu_passes
+from pallas_kernels.tpu import passes
 from pallas_kernels.tpu import routed
 from pallas_kernels.tpu import scheduled_backward as tpu_backward
 from pallas_kernels.tpu import window_backward_step as tpu_window_backward
@@ -171,17 +171,17 @@ def test_routed_backward(monkeypatch, name, gate):
     """Each of its two passes: over the window for all rows, and over what lies outside for the routed ones alone."""
     TPU.install(monkeypatch)
     spec, _ = CALLS[name]
-    passes = []
+    found = []
 
-    def backward(call, q, k, v, head_bias, where, full_heads, dout, statistics, num_active, added):
+    def backward(launches, q, k, v, head_bias, where, full_heads, dout, statistics, num_active, added):
         """The rows of the batch three times: clean, with poisoned keys and values, and with poisoned cotangents.
 
         What the pass over the window found is not `added`, so that each pass shows what it touches itself.
         """
         k, v = spoilt(k, 1), spoilt(v, 1)
-        arguments = call, q, k, v, head_bias, where, full_heads, spoilt(dout, 2), statistics, num_active
-        passes.append(tpu_passes.backward(*arguments))
-        return passes[-1]
+        arguments = launches, q, k, v, head_bias, where, full_heads, spoilt(dout, 2), statistics, num_active
+        found.append(passes.backward(*arguments))
+        return found[-1]
 
     def spoilt(x, copy):  # [3 * BLOCKS, H, T, D]
         copies = x.swapaxes(1, 2).reshape(3, BLOCKS, T, *x.shape[1::2])
@@ -195,7 +195,7 @@ def test_routed_backward(monkeypatch, name, gate):
         weights = jnp.broadcast_to(jnp.asarray(routed_rows, jnp.float32), q.shape[:2])
         out, pullback = jax.vjp(lambda *qkv: routed_attention(*qkv, weights, spec, implementation="tpu")[0], q, k, v)
         pullback(out)
-        return passes
+        return found
 
     inside, everything = (np.asarray(s.mask(T))[0] for s in (spec, AttentionSpec()))
     active = int(routed_rows.sum())
