@@ -6,7 +6,7 @@ missing; nothing falls back silently.
 
 import logging
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,21 @@ from pallas_kernels.parts import scale_queries
 from pallas_kernels.request import Op, Request
 from pallas_kernels.ring import Ring
 from pallas_kernels.rotary import Rotation, rotate
-from pallas_kernels.spec import AttentionSpec, Coordinates, Packing, PerHead, coordinates
+from pallas_kernels.spec import (
+    AttentionOptions,
+    AttentionSpec,
+    Coordinates,
+    Packing,
+    PerHead,
+    coordinates,
+    with_keywords,
+)
 
 _log = logging.getLogger(__name__)
 
 _IMPLEMENTATIONS: dict[str, ModuleType] = {"tpu": tpu, "cudnn": cudnn, "xla": xla, "reference": reference}
 _MAX_DECODE_TOKENS = 8
+_NO_PER_HEAD, _NO_PACKING = PerHead(), Packing()
 
 
 def attention(
@@ -33,19 +42,14 @@ def attention(
     v: jax.Array,
     spec: AttentionSpec,
     *,
-    alibi_slopes: jax.Array | None = None,
-    sigmoid_bias: jax.Array | float | None = None,
-    sink_logits: jax.Array | None = None,
-    q_segment_ids: jax.Array | None = None,
-    kv_segment_ids: jax.Array | None = None,
-    q_positions: jax.Array | None = None,
-    kv_positions: jax.Array | None = None,
-    full_from: jax.Array | None = None,
-    full_heads: jax.Array | None = None,
-    logit_scales: jax.Array | None = None,
+    per_head: PerHead = _NO_PER_HEAD,
+    packing: Packing = _NO_PACKING,
     return_lse: bool = False,
+    rotation: Rotation | None = None,
+    ring: Ring | None = None,
     implementation: Implementation | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+    **options: Unpack[AttentionOptions],
+) -> Any:
     """Attention of the queries q over the keys k and values v. It can be differentiated in reverse mode.
 
     Args:
@@ -68,7 +72,11 @@ def attention(
       full_heads: [K] bool, may be traced. All queries of these KV heads see past the window.
       logit_scales: [H] floating, multiplies the scaled logits of each head before the softcap, as a learned inverse
         temperature does. In bfloat16 the queries carry it, rounded.
+      per_head, packing: the options above as the two values in which they travel; keywords come on top.
       return_lse: also return the log-sum-exp of the logits. For softmax only.
+      rotation: by which the queries are still to be rotated (RoPE). The TPU kernels do it as they read them.
+      ring: inside shard_map, the devices of which each holds as many of the keys. `packing` has the positions of the
+        queries and those of all keys, device by device.
       implementation: "tpu", "triton", "cudnn", "xla" or "reference". None takes the best one for the call on this
         device.
 
@@ -82,46 +90,18 @@ def attention(
     """
     if return_lse and spec.activation == "sigmoid":
         raise ValueError("return_lse is True with activation 'sigmoid', which has no log-sum-exp; leave it False.")
-    per_head = PerHead(alibi_slopes, sigmoid_bias, sink_logits, full_heads, logit_scales)
-    packing = Packing(q_segment_ids, kv_segment_ids, q_positions, kv_positions, full_from)
-    out, lse = attend(q, k, v, spec, per_head, packing, return_lse=return_lse, implementation=implementation)
-    return out if lse is None or not return_lse else (out, lse)
-
-
-def attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    spec: AttentionSpec,
-    per_head: PerHead,
-    packing: Packing,
-    *,
-    return_lse: bool = False,
-    rotation: Rotation | None = None,
-    implementation: Implementation | None = None,
-    ring: Ring | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
-    """`attention` for callers that hold its options as the two values in which they travel.
-
-    Args:
-      rotation: by which the queries are still to be turned. The TPU kernels turn them as they read them.
-      ring: inside shard_map, the devices of which each holds as many of the keys. `packing` has the positions of the
-        queries and those of all keys, device by device.
-
-    Returns:
-      out [B, T, H, D] in q's dtype, and lse [B, T, H] float32: None for sigmoid, and it may be None unless
-      `return_lse` asks for it.
-    """
+    per_head, packing = with_keywords(per_head, packing, options)
     check_qkv(q, k, v, ("q", "k", "v"))
     per_head = checked_per_head(q, k, spec, per_head)
     packing = checked_packing(q, _kv_length(k, ring), spec, packing)
     backend = _backend("attention", q, k, spec, per_head, packing, implementation, return_lse=return_lse)
     where = coordinates(q.shape[1], _kv_length(k, ring), **packing._asdict())
-    k, v, where, options = _of_all_devices(ring, k, v, where, backend)
+    k, v, where, sharing = _of_all_devices(ring, k, v, where, backend)
     q, per_head = _scaled(q, per_head, backend)
-    q, turning = _turned(q, rotation, backend, inference=False)
-    out, lse = backend.attention(q, k, v, spec, where, per_head, **options, **turning)
-    return _nan_where_unassigned(out, where, packing.full_from).astype(q.dtype), lse
+    q, rotating = _rotated(q, rotation, backend, inference=False)
+    out, lse = backend.attention(q, k, v, spec, where, per_head, **sharing, **rotating)
+    out = _nan_where_unassigned(out, where, packing.full_from).astype(q.dtype)
+    return (out, lse) if return_lse else out
 
 
 def routed_attention(
@@ -131,22 +111,17 @@ def routed_attention(
     gate: jax.Array,
     spec: AttentionSpec,
     *,
-    alibi_slopes: jax.Array | None = None,
-    sigmoid_bias: jax.Array | float | None = None,
-    sink_logits: jax.Array | None = None,
-    q_segment_ids: jax.Array | None = None,
-    kv_segment_ids: jax.Array | None = None,
-    q_positions: jax.Array | None = None,
-    kv_positions: jax.Array | None = None,
-    full_from: jax.Array | None = None,
-    full_heads: jax.Array | None = None,
-    logit_scales: jax.Array | None = None,
+    per_head: PerHead = _NO_PER_HEAD,
+    packing: Packing = _NO_PACKING,
     inference: bool = False,
+    rotation: Rotation | None = None,
+    ring: Ring | None = None,
     implementation: Implementation | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> tuple[jax.Array, jax.Array]:
     """SwiAttn's layer: `gate * O_full + (1 - gate) * O_window`. One pass over the keys gives both branches.
 
-    All arguments that are not listed here are those of `attention`; `full_from` and `full_heads` widen the window
+    All other arguments and keywords are those of `attention`; `full_from` and `full_heads` widen the window
     branch.
 
     Args:
@@ -164,30 +139,7 @@ def routed_attention(
       ValueError: as in `attention`; also if `spec.window` is None.
       NotImplementedError: as in `attention`.
     """
-    per_head = PerHead(alibi_slopes, sigmoid_bias, sink_logits, full_heads, logit_scales)
-    packing = Packing(q_segment_ids, kv_segment_ids, q_positions, kv_positions, full_from)
-    return attend_routed(q, k, v, gate, spec, per_head, packing, inference=inference, implementation=implementation)
-
-
-def attend_routed(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    gate: jax.Array,
-    spec: AttentionSpec,
-    per_head: PerHead,
-    packing: Packing,
-    *,
-    inference: bool = False,
-    rotation: Rotation | None = None,
-    implementation: Implementation | None = None,
-    ring: Ring | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """`routed_attention` for callers that hold its options as the two values in which they travel.
-
-    Args:
-      rotation, ring: as in `attend`.
-    """
+    per_head, packing = with_keywords(per_head, packing, options)
     check_qkv(q, k, v, ("q", "k", "v"))
     if spec.window is None:
         raise ValueError("spec.window is None, but routed_attention needs a window for its window branch.")
@@ -196,13 +148,13 @@ def attend_routed(
     packing = checked_packing(q, _kv_length(k, ring), spec, packing)
     backend = _backend("routed_attention", q, k, spec, per_head, packing, implementation, inference=inference)
     where = coordinates(q.shape[1], _kv_length(k, ring), **packing._asdict())
-    k, v, where, options = _of_all_devices(ring, k, v, where, backend)
+    k, v, where, sharing = _of_all_devices(ring, k, v, where, backend)
     if inference:
         q, k, v, gate = _only_forward((q, k, v, gate))
     q, per_head = _scaled(q, per_head, backend)
-    q, turning = _turned(q, rotation, backend, inference)
+    q, rotating = _rotated(q, rotation, backend, inference)
     out, disagreement = backend.routed_attention(
-        q, k, v, gate, spec, where, per_head, inference=inference, **options, **turning
+        q, k, v, gate, spec, where, per_head, inference=inference, **sharing, **rotating
     )
     return _nan_where_unassigned(out, where, packing.full_from).astype(q.dtype), disagreement
 
@@ -216,17 +168,14 @@ def decode_attention(
     lengths: jax.Array,
     starts: jax.Array | None = None,
     kv_positions: jax.Array | None = None,
-    alibi_slopes: jax.Array | None = None,
-    sigmoid_bias: jax.Array | float | None = None,
-    sink_logits: jax.Array | None = None,
     full_from: jax.Array | None = None,
-    full_heads: jax.Array | None = None,
-    logit_scales: jax.Array | None = None,
+    per_head: PerHead = _NO_PER_HEAD,
     implementation: Implementation | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> jax.Array:
     """Attention of the newest tokens of each sequence over its cache, which already holds their keys and values.
 
-    All arguments that are not listed here are those of `attention`.
+    All other keywords are those of `attention`, but segment ids and the queries' positions.
 
     Args:
       q: [B, T, H, D] with T <= 8, the queries of the last T tokens.
@@ -246,8 +195,10 @@ def decode_attention(
       ValueError: as in `attention`; also if T is above 8 or the spec is not causal.
       NotImplementedError: as in `attention`.
     """
+    if wrong := options.keys() & {*Packing._fields}:
+        raise TypeError(f"{min(wrong)} is no keyword of decode_attention, which has lengths and kv_positions instead.")
+    per_head, packing = with_keywords(per_head, _NO_PACKING, options)
     check_qkv(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
-    per_head = PerHead(alibi_slopes, sigmoid_bias, sink_logits, full_heads, logit_scales)
     per_head = checked_per_head(q, k_cache, spec, per_head)
     batch, q_length = q.shape[:2]
     kv_length = k_cache.shape[1]
@@ -269,7 +220,7 @@ def decode_attention(
     kv_positions = jnp.arange(kv_length, dtype=jnp.int32)[None] if kv_positions is None else jnp.asarray(kv_positions)
     first = 0 if starts is None else jnp.asarray(starts)[:, None]
     kv_positions = jnp.where((kv_positions >= first) & (kv_positions < lengths), kv_positions, -1)  # [B, S]
-    packing = Packing(q_positions=q_positions, kv_positions=kv_positions, full_from=full_from)
+    packing = packing._replace(q_positions=q_positions, kv_positions=kv_positions, full_from=full_from)
     where = coordinates(q_length, kv_length, **packing._asdict())
     backend = _backend("decode_attention", q, k_cache, spec, per_head, packing, implementation)
     q, per_head = _scaled(q, per_head, backend)
@@ -356,16 +307,16 @@ def _scaled(q, per_head: PerHead, backend: ModuleType) -> tuple[jax.Array, PerHe
     return (q, per_head) if backend is reference else scale_queries(q, per_head)
 
 
-def _turned(
+def _rotated(
     q: jax.Array, rotation: Rotation | None, backend: ModuleType, inference: bool
 ) -> tuple[jax.Array, dict[str, Any]]:
-    """The queries as the backend takes them, with its option: turned, or with what they are to be turned by.
+    """The queries as the backend takes them, with its option: rotated, or with what they are to be rotated by.
 
     With `inference`, a routed call brings its rows into another order first.
     """
     if rotation is None:
         return q, {}
-    if backend is tpu and tpu.turns_queries(q.shape[3]) and not inference:
+    if backend is tpu and tpu.rotates_queries(q.shape[3]) and not inference:
         return q, {"rotation": rotation}
     return rotate(q, rotation), {}
 

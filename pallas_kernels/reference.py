@@ -13,8 +13,6 @@ With s_mn the logits, M the mask of `spec.visible`, d = head_dim and slope_h, b 
 `t_h` is the head's factor in `logit_scales` (absent: 1).
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -49,7 +47,7 @@ def attention(
     query_taint = taint(q).transpose(0, 2, 3, 1)[..., None]  # [B, K, G, T, 1]
     key_taint = taint(k, v).transpose(0, 2, 1)[:, :, None, None]  # [B, K, 1, 1, S]
     q, k, v = finite(q), finite(k), finite(v)
-    scale = head_dim**-0.5 if spec.scale is None else spec.scale
+    scale = spec.scale_for(head_dim)
     logits = scale * jnp.einsum("btkgd,bskd->bkgts", q, k, precision=lax.Precision.HIGHEST)
     if per_head.logit_scales is not None:
         logits = logits * by_kv_head(per_head.logit_scales)
@@ -61,7 +59,7 @@ def attention(
     logits = logits + (query_taint + key_taint)
     mask = dense_mask(spec, where)[:, None, None]  # [B, 1, 1, T, S]
     if full_heads is not None:
-        all_keys = dense_mask(dataclasses.replace(spec, window=None), where)[:, None, None]
+        all_keys = dense_mask(spec.full, where)[:, None, None]
         mask = jnp.where(full_heads[:, None, None, None], all_keys, mask)  # [B, K, 1, T, S]
 
     if spec.activation == "sigmoid":
@@ -100,7 +98,7 @@ def routed_attention(
     inference: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Two separate attentions mixed by `gate` [B, T] (SwiAttn): returns out and the branch disagreement [B, T]."""
-    full, _ = attention(q, k, v, dataclasses.replace(spec, window=None), where, per_head)
+    full, _ = attention(q, k, v, spec.full, where, per_head)
     window, _ = attention(q, k, v, spec, where, per_head)
     share = gate.astype(full.dtype)[:, :, None, None]
     if inference:

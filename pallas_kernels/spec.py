@@ -18,8 +18,9 @@ wants.
 """
 
 import dataclasses
+import difflib
 import operator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +73,15 @@ class AttentionSpec:
         if not isinstance(self.causal, bool):
             raise ArgumentError(f"causal is {self.causal!r}; it must be True or False.")
 
+    @property
+    def full(self) -> "AttentionSpec":
+        """The same attention without a window: what full layers, full rows and full heads see."""
+        return dataclasses.replace(self, window=None, num_sink_tokens=0)
+
+    def scale_for(self, head_dim: int) -> float:
+        """The factor on q.k."""
+        return head_dim**-0.5 if self.scale is None else self.scale
+
     def mask(
         self,
         q_length: int,
@@ -86,7 +96,7 @@ class AttentionSpec:
         """The dense mask, bool [B, T, S], True where a key is visible; [1, T, S] if all rows agree.
 
         The keyword arguments are those of `pallas_kernels.attention`. The mask of a full head is that of
-        `dataclasses.replace(spec, window=None)`.
+        `spec.full`.
         """
         where = coordinates(
             q_length,
@@ -158,6 +168,38 @@ class Packing(NamedTuple):
     q_positions: jax.Array | None = None  # [B, T]
     kv_positions: jax.Array | None = None  # [B, S]
     full_from: jax.Array | None = None  # [B] or [B, segments]
+
+
+class AttentionOptions(TypedDict, total=False):
+    """The fields of `PerHead` and `Packing`, as keywords of the public functions."""
+
+    alibi_slopes: jax.Array | None
+    sigmoid_bias: jax.Array | float | None
+    sink_logits: jax.Array | None
+    full_heads: jax.Array | None
+    logit_scales: jax.Array | None
+    q_segment_ids: jax.Array | None
+    kv_segment_ids: jax.Array | None
+    q_positions: jax.Array | None
+    kv_positions: jax.Array | None
+    full_from: jax.Array | None
+
+
+def with_keywords(per_head: PerHead, packing: Packing, options: AttentionOptions) -> tuple[PerHead, Packing]:
+    """The two values with the keywords put in.
+
+    Raises:
+      TypeError: a keyword is no field of either; the sentence names the nearest one.
+    """
+    for name in options:
+        if name not in AttentionOptions.__annotations__:
+            nearest = difflib.get_close_matches(name, AttentionOptions.__annotations__, n=1)
+            hint = f"; did you mean {nearest[0]}?" if nearest else "."
+            raise TypeError(f"{name} is no keyword of this function{hint}")
+    return tuple(  # type: ignore[return-value]
+        value._replace(**{name: x for name, x in options.items() if name in value._fields})
+        for value in (per_head, packing)
+    )
 
 
 class Coordinates(NamedTuple):

@@ -312,7 +312,7 @@ class _Tile:
         self.spec, self.outside = static.spec, static.outside
         self.dtype = jnp.promote_types(q.dtype, jnp.float32)
         self.precision = lax.Precision.DEFAULT if q.dtype.itemsize < 4 else lax.Precision.HIGHEST
-        self.scale = q.shape[3] ** -0.5 if self.spec.scale is None else self.spec.scale
+        self.scale = self.spec.scale_for(q.shape[3])
         self.bias = jax.tree.map(lambda x: x.astype(self.dtype).reshape(k.shape[2], -1), bias)  # [K, G]
 
     def dot(self, equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -338,7 +338,7 @@ class _Tile:
         kv_pos, kv_seg = (None if x is None else x[:, None, :] for x in (kv.pos, kv.seg))
         seen = visible(self.spec, q_pos, kv_pos, q_seg, kv_seg, full)
         if self.outside:
-            seen = visible(dataclasses.replace(self.spec, window=None), q_pos, kv_pos, q_seg, kv_seg) & ~seen
+            seen = visible(self.spec.full, q_pos, kv_pos, q_seg, kv_seg) & ~seen
         return seen[:, None, None]
 
 

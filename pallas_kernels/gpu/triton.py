@@ -177,7 +177,7 @@ class Program:
 
     @property
     def scale(self) -> float:
-        return self.head_dim**-0.5 if self.static.spec.scale is None else self.static.spec.scale
+        return self.static.spec.scale_for(self.head_dim)
 
     @property
     def query_factor(self) -> float:
@@ -290,8 +290,7 @@ class Program:
             full = jnp.broadcast_to(full_head, queries.pos.shape) if full is None else full | full_head
         seen = visible(spec, queries.pos, keys.pos, queries.seg, keys.seg, full)
         if self.static.outside:
-            anything = dataclasses.replace(spec, window=None)
-            seen = visible(anything, queries.pos, keys.pos, queries.seg, keys.seg) & ~seen
+            seen = visible(spec.full, queries.pos, keys.pos, queries.seg, keys.seg) & ~seen
         return seen
 
     def keys_of(self, x: Operands):

@@ -1,5 +1,7 @@
 """Attention on TPUs: `attention`, `routed_attention` and `decode_attention`."""
 
+import dataclasses
+
 import jax
 
 from pallas_kernels.parts import join_sinks
@@ -11,10 +13,9 @@ from pallas_kernels.tpu.decode import decode_attention
 from pallas_kernels.tpu.launches import call_of
 from pallas_kernels.tpu.pairs import in_pairs, side_by_side
 from pallas_kernels.tpu.routed import routed_attention
-from pallas_kernels.tpu.tiles import with_scale
-from pallas_kernels.tpu.turning import left_to_kernels, turns_queries
+from pallas_kernels.tpu.turning import left_to_kernels, rotates_queries
 
-__all__ = ["attention", "decode_attention", "routed_attention", "turns_queries"]
+__all__ = ["attention", "decode_attention", "rotates_queries", "routed_attention"]
 
 
 def attention(
@@ -31,7 +32,7 @@ def attention(
     """Returns out [B, T, H, D] in q's dtype and lse [B, T, H] f32 (None for sigmoid)."""
     shape, pairs = q.shape, in_pairs(q, k, spec, per_head)
     if pairs:
-        spec = with_scale(spec, q.shape[3])
+        spec = dataclasses.replace(spec, scale=spec.scale_for(q.shape[3]))
         q, k, v = side_by_side(q, k, v)
     call = call_of(q, spec, one_part(ring, where), per_head, order)
     call, where = left_to_kernels(call, where, rotation)

@@ -24,7 +24,7 @@ from pallas_kernels.parts import vary_alike
 from pallas_kernels.schedule import Visits, visited_by_few
 from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead
 from pallas_kernels.tpu.decode_kernel import Form, Static, decode_kernel, round_up, unpack
-from pallas_kernels.tpu.tiles import LANES, VMEM_LIMIT_BYTES, Call, shape_like, with_scale
+from pallas_kernels.tpu.tiles import LANES, VMEM_LIMIT_BYTES, Call, shape_like
 
 _MAX_HEADS = 8  # KV heads of a grid step
 
@@ -111,7 +111,7 @@ def list_visits(spec: AttentionSpec, where: Coordinates, block: int, *, some_ful
     windowed = visited_by_few(spec, where, block)  # [B, blocks]
     wanted = windowed
     if some_full_heads:
-        wanted = visited_by_few(dataclasses.replace(spec, window=None), where, block)
+        wanted = visited_by_few(spec.full, where, block)
     column = jnp.arange(wanted.shape[1], dtype=jnp.int32)
     listed = wanted | (~wanted.any(axis=1, keepdims=True) & (column == 0))
     first = column == jnp.where(listed, column, column.size).min(axis=1, keepdims=True)
@@ -184,7 +184,7 @@ def _decode(
     kv_heads, group = slots.shape[0], num_heads // slots.shape[0]
     kind = device_kind()
     call = Call(
-        with_scale(spec, head_dim),
+        dataclasses.replace(spec, scale=spec.scale_for(head_dim)),
         Tiles(),
         has_slopes=alibi_slopes is not None,
         has_bias=sigmoid_bias is not None,

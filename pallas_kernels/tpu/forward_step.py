@@ -208,7 +208,7 @@ class Step:
 
         @pl.when(refs.spoilt[0] != 0)
         def _():
-            everything = dataclasses.replace(window, spec=dataclasses.replace(call.spec, window=None))
+            everything = dataclasses.replace(window, spec=call.spec.full)
 
             @pl.loop(0, jnp.minimum(row, farthest) + 1)
             def _(back):

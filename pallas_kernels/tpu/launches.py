@@ -22,7 +22,7 @@ from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead
 from pallas_kernels.tpu.packed_sinks import FEW_DOCUMENTS
 from pallas_kernels.tpu.scheduled_backward import keys_at_once
 from pallas_kernels.tpu.scheduled_forward import fits_vmem, serves_branches
-from pallas_kernels.tpu.tiles import Call, with_scale
+from pallas_kernels.tpu.tiles import Call
 from pallas_kernels.tpu.walk import has_default_positions
 from pallas_kernels.tpu.window import sink_slots, window_kernel_serves
 
@@ -99,7 +99,7 @@ def make_call(
         tiles = choose_tiles(kind, chunk, chunk, head_dim)
         order = order if chunk % tiles.q_block == 0 else None  # chunks are whole blocks, or positions decide
     return Call(
-        spec=with_scale(spec, head_dim),
+        spec=dataclasses.replace(spec, scale=spec.scale_for(head_dim)),
         tiles=tiles,
         max_window=longest_window(kind, head_dim, dtype),
         indexed=is_indexed(where),
@@ -149,7 +149,7 @@ def attention_launches(
             outside, listed = outside_backward(call, kv_length, head_dim, dtype)
             backward.append(Launch("scheduled_backward", outside, windowed, True, listed))
     if some_full_heads:
-        full = dataclasses.replace(call, spec=dataclasses.replace(call.spec, window=None), window_kernel=False)
+        full = dataclasses.replace(call, spec=call.spec.full, window_kernel=False)
         forward.append(Launch("scheduled_forward", full, "full"))
         backward.append(Launch("scheduled_backward", full, "full"))
     return Launches(call, tuple(forward), tuple(backward))

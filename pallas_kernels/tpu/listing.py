@@ -29,7 +29,7 @@ from pallas_kernels.tpu.scheduled_backward import key_chunks
 from pallas_kernels.tpu.scheduled_forward import fits_vmem
 from pallas_kernels.tpu.side_by_side import heads_side_by_side
 from pallas_kernels.tpu.sink_gradients import sink_gradients_grid
-from pallas_kernels.tpu.tiles import Call, with_scale
+from pallas_kernels.tpu.tiles import Call
 from pallas_kernels.tpu.walk import has_default_positions, kind_of_tile, reach_of, walk_over
 from pallas_kernels.tpu.window import blocks_back, window_tiles
 from pallas_kernels.tpu.window_backward import window_backward_grid
@@ -87,8 +87,7 @@ def _in_pairs(request: Request) -> Request:
     if some_full or not pairs_pay(heads, kv_heads, request.head_dim, request.spec.window):
         return request
     kv_heads = kv_heads // 2 if heads == kv_heads else kv_heads
-    spec = with_scale(request.spec, request.head_dim)
-    return dataclasses.replace(request, spec=spec, kv_heads=kv_heads, head_dim=LANES)
+    return dataclasses.replace(request, kv_heads=kv_heads, head_dim=LANES)
 
 
 def _facts(request: Request, laid_out, launches: tuple[Launch, ...], gathered: bool = False) -> tuple[LaunchFacts, ...]:

@@ -132,7 +132,7 @@ def both_branches(
 
 
 def _branches_to_all(launches: RoutedLaunches, ring: Ring, q, k, v, head_bias, where: Coordinates, full_heads):
-    """`both_branches` over the keys of all devices of a ring: those of the window and those outside are added separately."""
+    """`both_branches` over the keys of all devices of a ring: each part's are added up."""
     call = launches.call
 
     def attend_both(keys, where, results, last):

@@ -77,7 +77,7 @@ class Call:
     @property
     def _factor(self) -> float:
         """Of q.k on the way to the logits, or to the softcap's tanh."""
-        assert self.spec.scale is not None  # `with_scale`
+        assert self.spec.scale is not None  # `make_call` says it
         softcap = self.spec.logit_softcap
         return self.spec.scale * self.unit if softcap is None else self.spec.scale / softcap
 
@@ -86,11 +86,6 @@ class Call:
         """The derivative of a logit by its product of (multiplied) q and k, the softcap's own derivative aside."""
         softcap = self.spec.logit_softcap
         return self.rest_factor * (1 / self.unit if softcap is None else softcap)
-
-
-def with_scale(spec: AttentionSpec, head_dim: int) -> AttentionSpec:
-    """The spec with its default scale as a number."""
-    return dataclasses.replace(spec, scale=head_dim**-0.5) if spec.scale is None else spec
 
 
 class Heads(NamedTuple):
@@ -164,8 +159,7 @@ def tile_mask(call: Call, has_segments: bool, has_full_rows: bool, query, key, s
     full = None if full is None else full != 0
     seen = visible(call.spec, q_pos, kv_pos, q_seg, kv_seg, full)
     if call.outside:
-        everything = dataclasses.replace(call.spec, window=None)
-        seen = visible(everything, q_pos, kv_pos, q_seg, kv_seg) & ~seen
+        seen = visible(call.spec.full, q_pos, kv_pos, q_seg, kv_seg) & ~seen
     return seen
 
 

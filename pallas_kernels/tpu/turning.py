@@ -14,7 +14,7 @@ from pallas_kernels.spec import Coordinates
 from pallas_kernels.tpu.tiles import LANES, Call, batch_index
 
 
-def turns_queries(head_dim: int) -> bool:
+def rotates_queries(head_dim: int) -> bool:
     """Whether the kernels can turn queries of this size: heads that fill whole registers."""
     return head_dim % LANES == 0
 

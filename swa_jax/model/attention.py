@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from pallas_kernels import AttentionSpec, alibi_slopes
-from pallas_kernels.api import Implementation
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.rotary import Rotation, rotate
 from pallas_kernels.spec import Packing, PerHead
 from swa_jax.model.config import ModelConfig
@@ -273,7 +273,7 @@ class Attention(nnx.Module):
         )
 
         def full() -> tuple[jax.Array, jax.Array]:
-            return attend(full_spec(context.spec), heads, packing._replace(full_from=None))
+            return attend(context.spec.full, heads, packing._replace(full_from=None))
 
         def window() -> tuple[jax.Array, jax.Array]:
             return attend(context.spec, heads, packing)
@@ -297,10 +297,6 @@ def own_or(others: KeysValues | None, k: jax.Array | None, v: jax.Array | None) 
     found = others if k is None or v is None else (k, v)
     assert found is not None, "no layer before it has keys"
     return found
-
-
-def full_spec(spec: AttentionSpec) -> AttentionSpec:
-    return dataclasses.replace(spec, window=None, num_sink_tokens=0)
 
 
 def choose(index: jax.Array, branches: list[Any]) -> Any:

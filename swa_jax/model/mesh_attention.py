@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import AttentionSpec
-from pallas_kernels.api import Implementation, attend, attend_routed
+from pallas_kernels import AttentionSpec, attention, routed_attention
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.ring import Ring
 from pallas_kernels.rotary import Rotation
 from pallas_kernels.spec import Packing, PerHead, segment_positions
@@ -122,22 +122,15 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array]:
     """The call on arrays that are at hand, or on keys that go round."""
     (q, rotation), (spec, inference, implementation) = queries, options
+    given: dict[str, Any] = {
+        "per_head": per_head,
+        "packing": packing,
+        "rotation": rotation,
+        "implementation": implementation,
+    }
     if gate is not None:
-        return attend_routed(
-            q,
-            k,
-            v,
-            gate,
-            spec,
-            per_head,
-            packing,
-            rotation=rotation,
-            inference=inference,
-            implementation=implementation,
-            ring=ring,
-        )
-    out, _ = attend(q, k, v, spec, per_head, packing, rotation=rotation, implementation=implementation, ring=ring)
-    return out, jnp.zeros(q.shape[:2], jnp.float32)
+        return routed_attention(q, k, v, gate, spec, inference=inference, ring=ring, **given)
+    return attention(q, k, v, spec, ring=ring, **given), jnp.zeros(q.shape[:2], jnp.float32)
 
 
 def _on_one_device(

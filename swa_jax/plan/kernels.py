@@ -15,7 +15,7 @@ import numpy as np
 
 from pallas_kernels.kernel_cycles import TURNING, Call, Row, find_cost
 from pallas_kernels.tpu.pairs import LANES, pairs_pay
-from pallas_kernels.tpu.turning import turns_queries
+from pallas_kernels.tpu.turning import rotates_queries
 from swa_jax.chips import CHIPS
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.flops import attention_flops_by_kind, visible_keys
@@ -150,7 +150,7 @@ class _Reached:
 
     def _turns(self) -> bool:
         """Whether kernels turn the queries."""
-        return self.model.uses_rope and turns_queries(self.model.head_dim)
+        return self.model.uses_rope and rotates_queries(self.model.head_dim)
 
     def _share(self, what: str, which: str, turned: bool) -> tuple[str, float | None]:
         """The call in words, and the share of the peak that its static cycles come to; None: not measured."""

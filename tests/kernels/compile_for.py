@@ -20,7 +20,6 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import AttentionSpec, attention, decode_attention, routed_attention
-from pallas_kernels.api import attend, attend_routed
 from pallas_kernels.ring import Ring, RowOrder
 from pallas_kernels.rotary import Rotation
 from pallas_kernels.spec import Packing, PerHead, coordinates
@@ -98,14 +97,13 @@ def turned(spec, *, kernels, head_dim=128, length=SHORT, routed=False) -> Compil
     table, ids = shape(B, length, head_dim, dtype=jnp.float32), shape(B, length, dtype=jnp.int32)
 
     def both(q, k, v, cos, sin, ids):
-        given = {"rotation": Rotation(cos, sin, head_dim // 2), "implementation": "tpu"}
-        packing = Packing(q_segment_ids=ids)
+        given = {"rotation": Rotation(cos, sin, head_dim // 2), "implementation": "tpu", "q_segment_ids": ids}
 
         def function(q, k, v):
             if routed:
                 gate = jnp.ones(q.shape[:2])
-                return attend_routed(q, k, v, gate, spec, PerHead(), packing, **given)[0]
-            return attend(q, k, v, spec, PerHead(), packing, **given)[0]
+                return routed_attention(q, k, v, gate, spec, **given)[0]
+            return attention(q, k, v, spec, **given)
 
         return forward_and_backward(function)(q, k, v)
 
@@ -168,7 +166,7 @@ def shared(spec, length: int, kernels) -> Compiled:
         packing = Packing(ids, ring.gather(ids), positions, ring.gather(positions))
 
         def function(q, k, v):
-            return attend(q, k, v, spec, PerHead(), packing, implementation="tpu", ring=ring)[0]
+            return attention(q, k, v, spec, packing=packing, implementation="tpu", ring=ring)
 
         return forward_and_backward(function)(q, k, v)
 

@@ -14,8 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import AttentionSpec, alibi_slopes, attention, blocks, gpu, routed_attention, xla
 from pallas_kernels.gpu.operands import Tile
-from pallas_kernels.tpu import decode, documents
-from pallas_kernels.tpu import launches
+from pallas_kernels.tpu import decode, documents, launches
 
 from .tolerances import assert_close
 

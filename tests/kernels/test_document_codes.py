@@ -7,8 +7,7 @@ import pytest
 from pallas_kernels import AttentionSpec, attention
 from pallas_kernels.blocks import Tiles
 from pallas_kernels.spec import coordinates
-from pallas_kernels.tpu import launches
-from pallas_kernels.tpu import window_forward_step
+from pallas_kernels.tpu import launches, window_forward_step
 from pallas_kernels.tpu.document_codes import document_codes, reads_codes, with_query_code
 from pallas_kernels.tpu.tiles import Call as KernelCall
 

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import AttentionSpec
-from pallas_kernels.api import attend, attend_routed
+from pallas_kernels import AttentionSpec, attention, routed_attention
 from pallas_kernels.rotary import Rotation, rotate
 from pallas_kernels.spec import Packing, PerHead, segment_positions
 
@@ -68,10 +67,10 @@ def outcome(implementation, spec, per_head, packing, turning, routed, arrays):
     def function(q, k, v):
         # Turned by hand for the oracle.
         query, given = (rotate(q, turning), None) if implementation == "reference" else (q, turning)
-        options = {"rotation": given, "implementation": implementation}
+        options = {"per_head": per_head, "packing": packing, "rotation": given, "implementation": implementation}
         if routed:
-            return attend_routed(query, k, v, gate, spec, per_head, packing, **options)
-        return attend(query, k, v, spec, per_head, packing, **options)[0], jnp.zeros(())
+            return routed_attention(query, k, v, gate, spec, **options)
+        return attention(query, k, v, spec, **options), jnp.zeros(())
 
     def loss(*qkv):
         out, disagreement = function(*qkv)

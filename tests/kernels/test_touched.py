@@ -6,8 +6,6 @@ block of queries worked on. That has to be exactly what a dense mask says by bru
 pair. Likewise for the gradients of keys and values, with poisoned cotangents.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import AttentionSpec, attention, decode_attention, reference, routed_attention
 from pallas_kernels.gpu import triton as gpu_triton
-from pallas_kernels.tpu import passes
-from pallas_kernels.tpu import routed
+from pallas_kernels.tpu import passes, routed
 from pallas_kernels.tpu import scheduled_backward as tpu_backward
 from pallas_kernels.tpu import window_backward_step as tpu_window_backward
 from pallas_kernels.tpu import window_forward_step as tpu_window_forward
@@ -92,7 +89,7 @@ def needed(spec, options, heads):
     """Blocks with a visible pair, by brute force: [heads, query blocks, KV blocks]."""
     options = repeated(options, 1)
     full = options.pop("full_heads", jnp.zeros(2, bool)).repeat(heads // 2)
-    specs = [dataclasses.replace(spec, window=None) if f else spec for f in full]
+    specs = [spec.full if f else spec for f in full]
     masks = [np.asarray(s.mask(T, **(options if s.window is not None else _without_full_from(options)))) for s in specs]
     return np.stack([m.reshape(BLOCKS, BLOCK, BLOCKS, BLOCK).any(axis=(1, 3)) for m in masks])
 
