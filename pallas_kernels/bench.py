@@ -45,50 +45,50 @@ from pallas_kernels.tpu.launches import (
     routed_call,
     routed_launches,
 )
+from pallas_kernels.tpu.rotation import left_to_kernels
 from pallas_kernels.tpu.routed import both_branches
 from pallas_kernels.tpu.rows import add_apart, choose, heads_unrolled, together
 from pallas_kernels.tpu.side_by_side import heads_side_by_side
 from pallas_kernels.tpu.tiles import Call
-from pallas_kernels.tpu.turning import left_to_kernels
 from pallas_kernels.tpu.walk import has_default_positions
 from pallas_kernels.tpu.window import blocks_back, heads_a_step, window_steps
 from pallas_kernels.tpu.window_backward_step import heads_in_one_piece
 
 
-def window_forward(packed=False, documents=None, cut=0, full_from=None, turned=False, **shape):
+def window_forward(packed=False, documents=None, cut=0, full_from=None, rotated=False, **shape):
     """Window attention with lse; `packed` adds segment ids, and `full_from` rows that see past the window: of one
     document, or of each of `documents` of so many tokens, those from that position on.
 
     The simulator reads zeros for the edges of documents: one document a row. With `cut` 1 they stand for edges in every
     step behind the first ones, of documents no longer than a window, and with 2 of longer ones, whose sink tokens lie
-    outside the window. An average over documents is one of the three figures. With `turned`, the kernel turns the
+    outside the window. An average over documents is one of the three figures. With `rotated`, the kernel rotates the
     queries (RoPE).
     """
     options = {"packed": packed or documents is not None, "documents": documents}
-    return _bench({"window": 1024} | shape, **options, cut=cut, full_from=full_from, turned=turned)
+    return _bench({"window": 1024} | shape, **options, cut=cut, full_from=full_from, rotated=rotated)
 
 
-def window_backward(packed=False, documents=None, cut=0, full_from=None, turned=False, **shape):
+def window_backward(packed=False, documents=None, cut=0, full_from=None, rotated=False, **shape):
     """dq, dk and dv of window attention; the options are those of `window_forward`."""
-    options = {"packed": packed or documents is not None, "documents": documents, "turned": turned}
+    options = {"packed": packed or documents is not None, "documents": documents, "rotated": rotated}
     return _bench({"window": 1024} | shape, **options, cut=cut, full_from=full_from, backward=True)
 
 
-def full_forward(packed=False, documents=None, context=None, turned=False, **shape):
+def full_forward(packed=False, documents=None, context=None, rotated=False, **shape):
     """Full causal attention with lse; a window is left unread, so that every function takes the same arguments.
 
     `packed` adds segment ids, of one document a row, and `documents` those of documents of so many tokens. With
-    `context`, the queries are those of the first of so many devices that share a row in zig-zag order. `turned` as in
+    `context`, the queries are those of the first of so many devices that share a row in zig-zag order. `rotated` as in
     `window_forward`.
     """
     packed = packed or documents is not None
-    return _bench(shape | {"window": None}, packed=packed, context=context, turned=turned)
+    return _bench(shape | {"window": None}, packed=packed, context=context, rotated=rotated)
 
 
-def full_backward(packed=False, documents=None, context=None, turned=False, **shape):
+def full_backward(packed=False, documents=None, context=None, rotated=False, **shape):
     """dq, dk and dv of full causal attention; a window is left unread. The options are those of `full_forward`."""
     packed = packed or documents is not None
-    return _bench(shape | {"window": None}, packed=packed, context=context, turned=turned, backward=True)
+    return _bench(shape | {"window": None}, packed=packed, context=context, rotated=rotated, backward=True)
 
 
 def sigmoid_forward(**shape):
@@ -106,13 +106,13 @@ def head_hybrid_forward(rho=0.75, **shape):
     return _bench({"window": 1024, "H": 8, "K": 8} | shape, rho=rho)
 
 
-def routed_forward(packed=False, documents=None, context=None, turned=False, **shape):
+def routed_forward(packed=False, documents=None, context=None, rotated=False, **shape):
     """SwiAttn's two branches with their lse; the gate chooses between them afterwards, so its ratio does not matter.
 
-    `context` and `turned` as in `full_forward`.
+    `context` and `rotated` as in `full_forward`.
     """
     shape, packed = {"window": 1024, "T": 8192} | shape, packed or documents is not None
-    return _bench(shape, packed=packed, context=context, turned=turned, branches=True)
+    return _bench(shape, packed=packed, context=context, rotated=rotated, branches=True)
 
 
 def routed_backward(ratio=0.13, **shape):
@@ -120,28 +120,28 @@ def routed_backward(ratio=0.13, **shape):
     return _routed(ratio, {"window": 1024, "T": 8192} | shape)
 
 
-def rows_together(ratio=0.13, turned=False, **shape):
+def rows_together(ratio=0.13, rotated=False, **shape):
     """The queries and cotangents of the given share of the rows, put together for the pass over the keys outside.
 
-    Keys and a window are left unread. `turned` as in `window_forward`.
+    Keys and a window are left unread. `rotated` as in `window_forward`.
     """
 
     def kernel(call, rows, q, dout, where):
         return together(call, rows, q, (dout,), ROWS_TILE, where)
 
-    return _rows(ratio, turned, shape, kernel)
+    return _rows(ratio, rotated, shape, kernel)
 
 
-def rows_added(ratio=0.13, turned=False, **shape):
+def rows_added(ratio=0.13, rotated=False, **shape):
     """Their gradients added to those of all rows, the options being those of `rows_together`."""
 
     def kernel(call, rows, dq, more, where):
         return add_apart(call, rows, dq, more, ROWS_TILE, where)
 
-    return _rows(ratio, turned, shape, kernel)
+    return _rows(ratio, rotated, shape, kernel)
 
 
-def _rows(ratio, turned, shape, kernel):
+def _rows(ratio, rotated, shape, kernel):
     H, _, T, D, dtype, spec, tiles = _read(ROWS | shape)
     array = jax.ShapeDtypeStruct((1, H, T, D), dtype)
 
@@ -149,10 +149,10 @@ def _rows(ratio, turned, shape, kernel):
         where = coordinates(T, T)
         call = _call(device_kind(), spec, where, D, dtype, tiles, branches=True)
         rows = choose(jnp.asarray(routed_rows(T, ratio)[None]), ROWS_TILE)
-        call, where = _turning(call, where, tables)
+        call, where = _rotating(call, where, tables)
         return kernel(call, rows, x, y, where)
 
-    return function, (array, array, *_tables(turned, T, D))
+    return function, (array, array, *_tables(rotated, T, D))
 
 
 def decode(H=8, K=8, T=8192, D=128, window=1024, num_sink_tokens=0, dtype="bfloat16", B=1):
@@ -230,7 +230,7 @@ def executions(name: str, kind: str, **shape) -> dict[str, Executions]:
     hybrid = name == "head_hybrid_forward"
     rho = shape.pop("rho", 0.75) if hybrid else None
     packed, documents = shape.pop("packed", False), shape.pop("documents", None)
-    for option in ("cut", "turned"):  # which leave the schedule as it is
+    for option in ("cut", "rotated"):  # which leave the schedule as it is
         shape.pop(option, None)
     full_from = shape.pop("full_from", None)
     defaults = {"H": 8, "K": 8} if hybrid else {}
@@ -287,7 +287,7 @@ def _of_full_rows(
     return {launch.kernel: Executions(bodies, max(heads * steps, kv_heads * written), steps + written)}
 
 
-def _of_rows(arrays: int, ratio=0.13, turned=False, **shape) -> Executions:
+def _of_rows(arrays: int, ratio=0.13, rotated=False, **shape) -> Executions:
     H, _, T, D, *_ = _read(ROWS | shape)
     visits = int(choose(jnp.asarray(routed_rows(T, ratio)[None]), ROWS_TILE).totals[0])
     # The bodies for numbers that are not finite do not run.
@@ -425,7 +425,7 @@ def _bench(
     activation="softmax",
     rho=None,
     branches=False,
-    turned=False,
+    rotated=False,
 ):
     H, K, T, D, dtype, spec, tiles = _read(shape, activation)
     q_length = T // (context or 1)
@@ -434,7 +434,7 @@ def _bench(
     head_bias = jax.ShapeDtypeStruct((2, H), jnp.float32)
     row = jax.ShapeDtypeStruct((1, H, 8 if backward else 1, q_length), jnp.float32)
     ids = jax.ShapeDtypeStruct((1, T), jnp.int32)
-    given = _tables(turned, q_length, D)
+    given = _tables(rotated, q_length, D)
 
     def function(q, k, v, head_bias, ids, *others):
         tables, cotangents = others[: len(given)], others[len(given) :]
@@ -445,7 +445,7 @@ def _bench(
             where = of_first_device(where, context)
         alone, has_slopes = rho is None, activation == "sigmoid"
         call = _call(device_kind(), spec, where, D, dtype, tiles, alone, branches, has_slopes, context)
-        call, where = _turning(dataclasses.replace(call, zero_cut=cut), where, tables)
+        call, where = _rotating(dataclasses.replace(call, zero_cut=cut), where, tables)
         full_heads = None if rho is None else jnp.arange(K) >= round(rho * K)
         kind = device_kind()
         if branches:
@@ -461,12 +461,12 @@ def _bench(
     return function, (q, kv, kv, head_bias, ids, *given, *cotangents)
 
 
-def _tables(turned: bool, length: int, D: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    return (jax.ShapeDtypeStruct((1, length, D), jnp.float32),) * 2 if turned else ()
+def _tables(rotated: bool, length: int, D: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return (jax.ShapeDtypeStruct((1, length, D), jnp.float32),) * 2 if rotated else ()
 
 
-def _turning(call: Call, where: Coordinates, tables) -> tuple[Call, Coordinates]:
-    """A call that turns its queries by these tables, if there are any."""
+def _rotating(call: Call, where: Coordinates, tables) -> tuple[Call, Coordinates]:
+    """A call that rotates its queries by these tables, if there are any."""
     if not tables:
         return call, where
     cos, sin = tables

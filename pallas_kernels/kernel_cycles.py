@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 TABLE = Path(__file__).with_name("kernel_cycles.json")
 Row = dict[str, Any]
-# What turning the queries adds (RoPE), at most, in cycles per 1024 query rows and head; the table is without. "rows" is
+# What rotating the queries adds (RoPE), at most, in cycles per 1024 query rows and head; the table is without. "rows" is
 # what it adds to the memory's time of moving routed rows there and back. Measured on v6e with
-# `swa-jax bench cycles NAME --set turned=true`: docs/kernels.md.
-TURNING = {"forward": 300, "backward": 640, "rows": 280}
+# `swa-jax bench cycles NAME --set rotated=true`: docs/kernels.md.
+ROTATING = {"forward": 300, "backward": 640, "rows": 280}
 
 
 class Call(NamedTuple):

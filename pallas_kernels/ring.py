@@ -95,7 +95,7 @@ class Ring(NamedTuple):
         """The parts of all devices along axis 1, in the order of the devices."""
         return lax.all_gather(x, self.axis, axis=1, tiled=True)
 
-    def turn(self, arrays: Any) -> Any:
+    def passed_on(self, arrays: Any) -> Any:
         """What the device before this one holds; the first one follows the last."""
         steps = [(device, (device + 1) % self.devices) for device in range(self.devices)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis, steps), arrays)
@@ -136,7 +136,7 @@ def attend_to_all(
         return attend(keys, where, nothing, True)
     results, last = nothing, ring.devices - 1
     for number in range(ring.devices):
-        following = ring.turn(keys) if number < last else None
+        following = ring.passed_on(keys) if number < last else None
         results = attend(keys, ring.at_hand(where, number), results, number == last)
         keys = following
     return results
@@ -159,13 +159,13 @@ def gradients_of_all(
     of_queries: Any = None
     of_keys: Any = None
     for number in range(ring.devices):
-        following = ring.turn(at_hand) if number < last else at_hand
-        arriving = ring.turn(of_keys)
+        following = ring.passed_on(at_hand) if number < last else at_hand
+        arriving = ring.passed_on(of_keys)
         dq, dk, dv, *more = backward(at_hand, ring.at_hand(where, number))
         of_queries, of_keys = _add(of_queries, (dq, *more)), _add(arriving, (dk, dv))
         at_hand = following
     dq, *more = of_queries
-    dk, dv = (x.astype(keys[0].dtype) for x in ring.turn(of_keys))
+    dk, dv = (x.astype(keys[0].dtype) for x in ring.passed_on(of_keys))
     return dq, dk, dv, *more
 
 

@@ -1,6 +1,6 @@
-"""Rotary embeddings (RoPE; Su et al. 2021): pairs of channels, turned by angles that grow with the position.
+"""Rotary embeddings (RoPE; Su et al. 2021): pairs of channels, rotated by angles that grow with the position.
 
-A call takes its keys turned. Its queries may come as they are, with a `Rotation`: the TPU kernels turn them as they
+A call takes its keys rotated. Its queries may come as they are, with a `Rotation`: the TPU kernels rotate them as they
 read them, and their gradients back as they write them, where passes of their own over memory take half as long as the
 attention of a short window.
 """
@@ -17,12 +17,12 @@ from jax import lax
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("cos", "sin"), meta_fields=("distance",))
 @dataclasses.dataclass(frozen=True)
 class Rotation:
-    """By what the channels of each token are turned.
+    """By what the channels of each token are rotated.
 
     Attributes:
-      cos: [B or 1, T, D] f32, 1 in channels that are not turned.
+      cos: [B or 1, T, D] f32, 1 in channels that are not rotated.
       sin: [B or 1, T, D] f32, 0 in those; negative in the first channel of each pair.
-      distance: between the two channels of a pair: 1, or half the channels that are turned.
+      distance: between the two channels of a pair: 1, or half the channels that are rotated.
     """
 
     cos: jax.Array
@@ -31,7 +31,7 @@ class Rotation:
 
 
 def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
-    """x [B, T, H, D], or with several heads side by side, turned; in its own dtype.
+    """x [B, T, H, D], or with several heads side by side, rotated; in its own dtype.
 
     The other channel of each pair comes from a product with a matrix of 0 and 1, which is exact. A TPU does it beside
     the rest; halves of a row, which are less than a register's width, would cost it several passes over x.

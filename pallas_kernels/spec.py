@@ -13,8 +13,8 @@ Key j is visible to query i when all of these hold:
   of the segment, *or* the query's row is full: `full_from` says so for the row, or `full_heads` for its KV head.
 
 The options of a call travel in two values: `PerHead`, what differs by head, and `Packing`, which tokens the rows hold.
-`coordinates` turns the latter (segment ids, positions, `full_from`, or nothing) into the integer arrays the predicate
-wants.
+`coordinates` makes of the latter (segment ids, positions, `full_from`, or nothing) the integer arrays that the
+predicate wants.
 """
 
 import dataclasses
@@ -217,7 +217,7 @@ class Coordinates(NamedTuple):
     q_seg: jax.Array | None = None  # [B, T] int32
     kv_seg: jax.Array | None = None  # [B, S] int32
     full_rows: jax.Array | None = None  # [B, T] bool
-    # [B, T, D] f32, of queries that are still to be turned: `Rotation.cos` and `sin`
+    # [B, T, D] f32, of queries that are still to be rotated: `Rotation.cos` and `sin`
     q_cos: jax.Array | None = None
     q_sin: jax.Array | None = None
 

@@ -269,7 +269,7 @@ def _operands(
     where = _blocked(where, tile)
     full = None if where.full_rows is None else where.full_rows.astype(jnp.int32)
 
-    def turned(x):  # [B, T, H] -> [B, H, T of whole blocks]
+    def by_head(x):  # [B, T, H] -> [B, H, T of whole blocks]
         return None if x is None else jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, -x.shape[1] % tile.q_block)))
 
     return Operands(
@@ -281,8 +281,8 @@ def _operands(
         heads,
         _bounds(static, tile, where, heads.full_heads is not None, active, by_key),
         dout,
-        turned(lse),
-        turned(delta),
+        by_head(lse),
+        by_head(delta),
     )
 
 

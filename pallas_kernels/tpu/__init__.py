@@ -12,8 +12,8 @@ from pallas_kernels.tpu.attend import attend
 from pallas_kernels.tpu.decode import decode_attention
 from pallas_kernels.tpu.launches import call_of
 from pallas_kernels.tpu.pairs import in_pairs, side_by_side
+from pallas_kernels.tpu.rotation import left_to_kernels, rotates_queries
 from pallas_kernels.tpu.routed import routed_attention
-from pallas_kernels.tpu.turning import left_to_kernels, rotates_queries
 
 __all__ = ["attention", "decode_attention", "rotates_queries", "routed_attention"]
 

@@ -13,8 +13,8 @@ from pallas_kernels.tpu.launches import Launches, attention_call, attention_laun
 from pallas_kernels.tpu.layout import head_major, pack_statistics, pad_coordinates, stack_head_bias, token_major
 from pallas_kernels.tpu.pairs import gather, spread
 from pallas_kernels.tpu.passes import backward, forward
+from pallas_kernels.tpu.rotation import multiplied
 from pallas_kernels.tpu.tiles import Call
-from pallas_kernels.tpu.turning import multiplied
 
 
 def attend(

@@ -52,9 +52,9 @@ def document_codes(where: Coordinates, dtype: Any, behind: int = 0) -> jax.Array
     )
     lane = jnp.arange(LANES)[:, None]
     codes = ((lane == low[:, None, :]) | (lane == high[:, None, :])).astype(dtype)  # [B, LANES, T]
-    # Turned by the matrix unit, which takes a tenth of the time that moving the lanes takes.
-    turned = jnp.einsum("bct,cd->btd", codes, jnp.eye(LANES, dtype=dtype), preferred_element_type=jnp.float32)
-    return turned.astype(dtype)
+    # Transposed by the matrix unit, which takes a tenth of the time that moving the lanes takes.
+    transposed = jnp.einsum("bct,cd->btd", codes, jnp.eye(LANES, dtype=dtype), preferred_element_type=jnp.float32)
+    return transposed.astype(dtype)
 
 
 def with_query_code(query: jax.Array, code: jax.Array) -> jax.Array:

@@ -53,14 +53,14 @@ class Refs(NamedTuple):
     q_info: Ref  # `Tokens` of the blocks
     kv_info: Ref
     first_keys: Ref  # [1, q_block]: `Documents.first_keys` (packed)
-    cos: Ref  # [q_block, D], of queries that are to be turned
+    cos: Ref  # [q_block, D], of queries that are to be rotated
     sin: Ref
     window_results: list[Ref]  # out and lse of the window (branches)
     results: list[Ref]
     acc: Ref  # [q_block, D] f32
     finite_v: Ref  # [kv_block, D] (lists)
     spoilt: Ref  # [1] int32 (branches)
-    turned_q: Ref  # [q_block, D]
+    rotated_q: Ref  # [q_block, D]
     statistics: list[Ref]  # the running maximum and sum, [q_block, LANES] f32, all lanes alike
 
 
@@ -88,15 +88,15 @@ class Static(NamedTuple):
     def name_refs(self, refs) -> Refs:
         call, is_list, packed = self.call, self.walk.is_list, self.walk.packed is not None
         (q, k, v), initial, rest = split(refs, 3, self.num_initial)
-        has_bias, turned = call.has_slopes or call.has_bias, call.turned_by > 0
+        has_bias, rotated = call.has_slopes or call.has_bias, call.rotated_by > 0
         head_bias, q_info, kv_info, first, cos, sin, rest = take(
-            rest, has_bias, is_list, is_list, packed, turned, turned
+            rest, has_bias, is_list, is_list, packed, rotated, rotated
         )
         num_results = 2 if call.softmax else 1
         window, results, (acc, *rest) = split(rest, num_results if self.branches else 0, num_results)
-        finite_v, spoilt, turned_q, statistics = take(rest, is_list, self.branches, turned)
+        finite_v, spoilt, rotated_q, statistics = take(rest, is_list, self.branches, rotated)
         inputs = q, k, v, initial, head_bias, q_info, kv_info, first, cos, sin
-        return Refs(*inputs, window, results, acc, finite_v, spoilt, turned_q, statistics)
+        return Refs(*inputs, window, results, acc, finite_v, spoilt, rotated_q, statistics)
 
 
 class _Source(NamedTuple):
@@ -282,13 +282,13 @@ class Step:
 
         Returns whether a value of the suspects is not finite: asked half way, for the answer to be there at the end.
         """
-        turns = [(rows, stage) for stage in stages for rows in self.strips]
+        pieces = [(rows, stage) for stage in stages for rows in self.strips]
         ahead: Any = None
         spoilt: Any = False
-        for i, (rows, stage) in enumerate(turns):
+        for i, (rows, stage) in enumerate(pieces):
             tiles, top = ahead or self.score(stage.sources, rows)
-            if i + 1 < len(turns):
-                next_rows, next_stage = turns[i + 1]
+            if i + 1 < len(pieces):
+                next_rows, next_stage = pieces[i + 1]
                 ahead = self.score(next_stage.sources, next_rows)
             if suspects and i == len(self.strips) // 2:
                 spoilt = functools.reduce(jnp.logical_or, map(_is_spoilt, suspects))

@@ -268,7 +268,7 @@ def outside_backward(call: Call, length: int, head_dim: int, dtype: jax.typing.D
 
 def outside_backward_call(call: Call) -> Call:
     """Of the pass over the keys outside, on gathered rows."""
-    return dataclasses.replace(_outside(call, GATHERED_BLOCK), turned_by=0)
+    return dataclasses.replace(_outside(call, GATHERED_BLOCK), rotated_by=0)
 
 
 def _outside(call: Call, q_block: int) -> Call:

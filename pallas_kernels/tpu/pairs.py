@@ -3,7 +3,7 @@
 For the kernels each of the two has zeros in the other's lanes. Keys and values lie beside those of the next KV head
 where every query head has its own, and beside themselves where several query heads share them. So products with
 128 lanes are a head's own, and its results lie in its own lanes. The matrix units take as long for 64 lanes as for
-128, but turning arrays of 64 lanes into the kernels' layout and back costs more than a short window. The backward pass
+128, but moving arrays of 64 lanes into the kernels' layout and back costs more than a short window. The backward pass
 takes longer with 128 lanes (1.36 times on v5e, with a window of 256), which long windows do not repay.
 """
 

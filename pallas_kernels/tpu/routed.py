@@ -37,10 +37,10 @@ from pallas_kernels.tpu.layout import (
     token_major,
 )
 from pallas_kernels.tpu.passes import backward, forward
+from pallas_kernels.tpu.rotation import left_to_kernels, multiplied
 from pallas_kernels.tpu.rows import add_apart, choose, together
 from pallas_kernels.tpu.scheduled_forward import branches_forward
 from pallas_kernels.tpu.tiles import Call, Heads
-from pallas_kernels.tpu.turning import left_to_kernels, multiplied
 
 
 def routed_attention(
@@ -235,7 +235,7 @@ def _gather(order: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _gather_rows(call: Call, where: Coordinates, order, is_active, full: Cotangents) -> tuple[Coordinates, Cotangents]:
-    """Coordinates and cotangents of gathered queries, which are turned and whose `full.out` is gathered already.
+    """Coordinates and cotangents of gathered queries, which are rotated and whose `full.out` is gathered already.
 
     Args:
       order: [B, T] indices of the queries.

@@ -1,7 +1,7 @@
 """Chosen rows of head-major arrays without the gaps between them, and what was found for them added to its place.
 
 The rows keep their order, so that a tile of chosen rows comes from a run of tokens. Both ways are products with a
-matrix of 0 and 1 in the matrix unit, for each chunk of tokens and each tile that holds rows of it: no array is turned
+matrix of 0 and 1 in the matrix unit, for each chunk of tokens and each tile that holds rows of it: no array is moved
 from the kernels' layout, heads first, to that of a gather, tokens first.
 """
 
@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.nonfinite import finite, is_finite, sees_non_finite
 from pallas_kernels.spec import Coordinates
+from pallas_kernels.tpu.rotation import add_tables, rotate_gradient_back, rotate_tile
 from pallas_kernels.tpu.tiles import LANES, NN, Call, Heads, dot, launch, shape_like, split
-from pallas_kernels.tpu.turning import add_tables, turn, turn_gradient_back
 from pallas_kernels.tpu.window import Ref
 
 _CHUNK = 512  # tokens
@@ -61,7 +61,7 @@ def choose(member: jax.Array, tile: int) -> Chosen:
 def together(
     call: Call, chosen: Chosen, q: jax.Array, others: tuple[jax.Array, ...], tile: int, where: Coordinates
 ) -> tuple[jax.Array, ...]:
-    """The chosen rows of queries, turned, and of other arrays [B, H, T, D]: [B, H, T, D] each.
+    """The chosen rows of queries, rotated, and of other arrays [B, H, T, D]: [B, H, T, D] each.
 
     What is behind the last tile of chosen rows is undefined.
     """
@@ -144,7 +144,7 @@ class _Grid:
         self.of_table = functools.partial(spec, (None, self.chunk, head_dim))
 
     def tables(self, where: Coordinates) -> tuple[list[jax.Array], list[pl.BlockSpec]]:
-        """What the queries of a chunk are turned by, if they come unturned, and where it lies."""
+        """What the queries of a chunk are rotated by, if they come unrotated, and where it lies."""
         inputs: list[jax.Array] = []
         in_specs: list[pl.BlockSpec] = []
         add_tables(where, inputs, in_specs, lambda row: self.of_table(lambda b, h, tile, chunk: (row(b), chunk, 0)))
@@ -181,11 +181,11 @@ def _together(grid: _Grid, call: Call, num_tables: int, _order, *refs: Ref) -> N
         def write(out: Ref, h, found: jax.Array) -> None:
             out[h] = jnp.where(mine, found.astype(out.dtype), out[h])
 
-        def turned(value: jax.Array) -> jax.Array:
-            return turn(call, value, *(table[...] for table in tables))
+        def rotated(value: jax.Array) -> jax.Array:
+            return rotate_tile(call, value, *(table[...] for table in tables))
 
         for i, (source, out) in enumerate(zip(arrays, results, strict=True)):
-            read = turned if tables and i == 0 else _as_it_is
+            read = rotated if tables and i == 0 else _as_it_is
             _for_all_heads(grid.heads, is_row, source, out, read, write)
 
 
@@ -207,7 +207,7 @@ def _add_apart(grid: _Grid, call: Call, num_tables: int, _order, *refs: Ref) -> 
 
         def write(out: Ref, h, found: jax.Array) -> None:
             if tables:
-                found = turn_gradient_back(call, found, *(table[...] for table in tables))
+                found = rotate_gradient_back(call, found, *(table[...] for table in tables))
             found += dq[h].astype(jnp.float32)
             out[h] = jnp.where(mine, found.astype(out.dtype), out[h])
 

@@ -29,6 +29,7 @@ from pallas_kernels.nonfinite import finite
 from pallas_kernels.schedule import Kind, Visit
 from pallas_kernels.spec import Coordinates
 from pallas_kernels.tpu.few_rows import leave_out, sees
+from pallas_kernels.tpu.rotation import add_tables, rotate_tile, rotate_tile_back
 from pallas_kernels.tpu.tiles import (
     LANES,
     NN,
@@ -50,7 +51,6 @@ from pallas_kernels.tpu.tiles import (
     take,
     tile_mask,
 )
-from pallas_kernels.tpu.turning import add_tables, turn, turn_back
 from pallas_kernels.tpu.walk import Seen, Walk, default_mask, kind_of_tile, seen_tiles, walk_over
 from pallas_kernels.tpu.window import Ref
 
@@ -122,7 +122,7 @@ def keys_at_once(call: Call, length: int, head_dim: int, itemsize: int) -> tuple
 
 def _step_bytes(call: Call, head_dim: int, itemsize: int) -> int:
     """VMEM of q, dout, dq, dk and dv of a pair of blocks, two buffers each, and of what `_sweep` keeps by query."""
-    by_query = 3 * 2 * itemsize + 4 + 2 * itemsize + (2 * 2 * 4 if call.turned_by else 0)
+    by_query = 3 * 2 * itemsize + 4 + 2 * itemsize + (2 * 2 * 4 if call.rotated_by else 0)
     by_key = (4 if call.outside else 2) * 2 * itemsize  # of keys outside, other gradients may be added
     return head_dim * (call.tiles.q_block * by_query + call.tiles.kv_block * by_key)
 
@@ -256,7 +256,7 @@ class _Refs(NamedTuple):
     q_info: Ref  # `Tokens` of the blocks
     kv_info: Ref
     first_keys: Ref  # [1, q_block]: `Documents.first_keys` (packed)
-    cos: Ref  # [q_block, D], of queries that are to be turned
+    cos: Ref  # [q_block, D], of queries that are to be rotated
     sin: Ref
     of_few: list[Ref]  # dq and dbias of other keys, or none
     dq: Ref
@@ -275,8 +275,8 @@ def _name_refs(call: Call, walk: Walk, num_added: int, num_of_few: int, refs) ->
     arrays, added, rest = split(refs, 4, num_added)
     has_head_bias = call.has_slopes or call.has_bias
     packed = walk.packed is not None
-    turned = call.turned_by > 0
-    *optional, rest = take(rest, call.softmax, has_head_bias, walk.is_list, walk.is_list, packed, turned, turned)
+    rotated = call.rotated_by > 0
+    *optional, rest = take(rest, call.softmax, has_head_bias, walk.is_list, walk.is_list, packed, rotated, rotated)
     of_few, gradients, rest = split(rest, num_of_few, 3)
     dbias, (*scratch,) = take(rest, call.has_bias)
     named: list[Any] = [*arrays, added, *optional, of_few, *gradients, dbias, *scratch[:5], scratch[5:]]
@@ -300,7 +300,7 @@ def _kernel(call, walk, has_segments, has_full_rows, num_added, num_of_few, grou
     @pl.when(visit.first)
     def _():
         refs.dq_acc[...] = jnp.zeros_like(refs.dq_acc)
-        q = turn(call, refs.q[...], refs.cos[...], refs.sin[...]) if call.turned_by else refs.q[...]
+        q = rotate_tile(call, refs.q[...], refs.cos[...], refs.sin[...]) if call.rotated_by else refs.q[...]
         dout, seeing = refs.dout[...], refs.seeing
         if seeing:
             statistics = refs.statistics[...] if call.softmax else None
@@ -340,8 +340,8 @@ def _kernel(call, walk, has_segments, has_full_rows, num_added, num_of_few, grou
 
     @pl.when(visit.last)
     def _():
-        if call.turned_by:
-            dq = turn_back(call, refs.dq_acc[...], refs.cos[...], refs.sin[...])
+        if call.rotated_by:
+            dq = rotate_tile_back(call, refs.dq_acc[...], refs.cos[...], refs.sin[...])
         else:
             dq = (refs.dq_acc[...] * call.product_factor).T
         if refs.of_few:

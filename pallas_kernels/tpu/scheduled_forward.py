@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.spec import Coordinates
 from pallas_kernels.tpu.forward_step import Static, Step
+from pallas_kernels.tpu.rotation import add_tables, rotate_tile
 from pallas_kernels.tpu.side_by_side import SideBySide, heads_side_by_side, scratch_of
 from pallas_kernels.tpu.tiles import (
     LANES,
@@ -31,7 +32,6 @@ from pallas_kernels.tpu.tiles import (
     shape_like,
     split,
 )
-from pallas_kernels.tpu.turning import add_tables, turn
 from pallas_kernels.tpu.walk import has_default_positions, walk_over
 
 _RESIDENT_BYTES = 32 * 2**20  # of keys and values in VMEM
@@ -136,7 +136,7 @@ def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches
         scratch.append(pltpu.VMEM((kv_block, head_dim), v.dtype))
     if branches:
         scratch.append(pltpu.SMEM((1,), jnp.int32))
-    if call.turned_by:
+    if call.rotated_by:
         scratch.append(pltpu.VMEM((num_rows, head_dim), q.dtype))
     if call.softmax:
         out_specs.append(rows)
@@ -177,16 +177,16 @@ def _kernel(static, order, *unnamed):
         static, refs = side.static, side.refs
         pl.when(visit.first)(side.begin)
     call = static.call
-    if call.turned_by:
+    if call.rotated_by:
 
         @pl.when(visit.first)
         def _():
             block = refs.cos.shape[0]
             for at in range(0, call.tiles.q_block, block):
                 rows = slice(at, at + block)
-                refs.turned_q[rows, :] = turn(call, refs.q[rows, :], refs.cos[...], refs.sin[...])
+                refs.rotated_q[rows, :] = rotate_tile(call, refs.q[rows, :], refs.cos[...], refs.sin[...])
 
-        refs = refs._replace(q=refs.turned_q)
+        refs = refs._replace(q=refs.rotated_q)
     slope_and_bias = None
     if refs.head_bias is not None:
         slope_and_bias = refs.head_bias[0:1, 0:1], refs.head_bias[1:2, 0:1]

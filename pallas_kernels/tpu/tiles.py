@@ -45,7 +45,9 @@ class Call:
     has_slopes: bool = False
     has_bias: bool = False
     zero_cut: int = 0  # the `window.Cut` that a zero in scalar memory stands for: what a simulator reads
-    turned_by: int = 0  # `Rotation.distance` of queries that the kernels are to turn (`turning`); 0: of turned ones
+    rotated_by: int = (
+        0  # `Rotation.distance` of queries that the kernels are to rotate (`rotation`); 0: of rotated ones
+    )
     in_parts: bool = False  # more is to be added to the result, which therefore is not rounded to q's dtype
     interpret: bool | pltpu.InterpretParams = False
 

@@ -22,8 +22,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.spec import Coordinates
 from pallas_kernels.tpu.packed_sinks import documents_copied, gather_sinks, room_for_copies, sink_copies
+from pallas_kernels.tpu.rotation import add_tables
 from pallas_kernels.tpu.tiles import LANES, Call, Heads, by_head, cost_of, head_at, launch, shape_like, split, take
-from pallas_kernels.tpu.turning import add_tables
 from pallas_kernels.tpu.window import Cut, Ref, Segments, blocks_back, heads_a_step, scalars_of, sink_rows, window_steps
 from pallas_kernels.tpu.window_backward_step import Body, Refs, Step, clear
 
@@ -178,7 +178,7 @@ def _scratch(call: Call, packed: bool, head_dim: int, q_dtype, k_dtype) -> list:
         pltpu.VMEM((head_dim, block), q_dtype),
         pltpu.VMEM((blocks, head_dim, block), k_dtype),
     ]
-    if call.turned_by:
+    if call.rotated_by:
         scratch.append(pltpu.VMEM((block, head_dim), q_dtype))
     if call.spec.num_sink_tokens:
         scratch += [pltpu.VMEM((head_dim, sink_rows(call, packed)), jnp.float32)] * 2
@@ -195,12 +195,12 @@ def _name_refs(call: Call, has_segments: bool, refs: tuple[Ref, ...]) -> tuple[R
     has_sinks = call.spec.num_sink_tokens > 0
     *scalars, rest = take(refs, has_segments, has_segments and has_sinks)
     of_queries, keys, values, rest = split(rest, 3, blocks_back(call) + 1, blocks_back(call) + 1)
-    turned = call.turned_by > 0
-    *optional, rest = take(rest, call.softmax, has_segments, has_sinks, has_sinks, turned, turned)
+    rotated = call.rotated_by > 0
+    *optional, rest = take(rest, call.softmax, has_segments, has_sinks, has_sinks, rotated, rotated)
     gradients, rest = split(rest, 3)
     *more_gradients, rest = take(rest, call.has_bias, has_sinks, has_sinks)
     scratch, rest = split(rest, 6)
-    *more_scratch, rest = take(rest, turned, has_sinks, has_sinks)
+    *more_scratch, rest = take(rest, rotated, has_sinks, has_sinks)
     named: list[Any] = [
         *scalars,
         *of_queries,

@@ -17,9 +17,9 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.nonfinite import finite
 from pallas_kernels.schedule import Kind, bounds_of, kind_at
+from pallas_kernels.tpu.rotation import rotate_tile, rotate_tile_back
 from pallas_kernels.tpu.scheduled_backward import pipelined, weights_and_slopes
 from pallas_kernels.tpu.tiles import NN, NT, Call, dot, form_logits
-from pallas_kernels.tpu.turning import turn, turn_back
 from pallas_kernels.tpu.window import Ref, blocks_back, sink_rows, window_of
 
 _UNIT = 256  # queries of a unit of work, as wide as the widest matrix unit
@@ -49,7 +49,7 @@ class Refs(NamedTuple):
     segments: Ref  # [8, block], `Segments.queries`
     sink_keys: Ref  # [sink_rows, D]
     sink_values: Ref
-    cos: Ref  # [block, D], of queries that are to be turned
+    cos: Ref  # [block, D], of queries that are to be rotated
     sin: Ref
     dq: Ref  # [members, block, D]
     dk: Ref  # [block, D]
@@ -63,7 +63,7 @@ class Refs(NamedTuple):
     q_t: Ref  # [D, block]
     dout_t: Ref
     k_t: Ref  # [blocks, D, block]
-    turned_q: Ref  # [block, D]
+    rotated_q: Ref  # [block, D]
     dk_sinks_acc: Ref  # [D, sink_rows] f32
     dv_sinks_acc: Ref
 
@@ -179,9 +179,9 @@ class Body:
     def begin(self) -> None:
         """Reads, clears and transposes what belongs to a query head."""
         call, refs = self.call, self.refs
-        if call.turned_by:
-            refs.turned_q[...] = turn(call, refs.q[...], refs.cos[...], refs.sin[...])
-            self.refs = refs = refs._replace(q=refs.turned_q)
+        if call.rotated_by:
+            refs.rotated_q[...] = rotate_tile(call, refs.q[...], refs.cos[...], refs.sin[...])
+            self.refs = refs = refs._replace(q=refs.rotated_q)
         self.started_queries.clear()
         self.head_bias = refs.head_bias[0:1, 0:1] * call.unit, refs.head_bias[1:2, 0:1] * call.unit
         if call.has_bias:
@@ -190,8 +190,8 @@ class Body:
 
     def write_queries(self) -> None:
         call, refs = self.call, self.refs
-        if call.turned_by:
-            refs.dq[...] = turn_back(call, refs.dq_acc[...], refs.cos[...], refs.sin[...]).astype(refs.dq.dtype)
+        if call.rotated_by:
+            refs.dq[...] = rotate_tile_back(call, refs.dq_acc[...], refs.cos[...], refs.sin[...]).astype(refs.dq.dtype)
         else:
             write(refs.dq, slice(None), refs.dq_acc[...], call.product_factor)
 

@@ -20,8 +20,8 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.spec import Coordinates
 from pallas_kernels.tpu.document_codes import document_codes, reads_codes
 from pallas_kernels.tpu.packed_sinks import documents_copied, gather_sinks, room_for_copies, sink_copies
+from pallas_kernels.tpu.rotation import add_tables
 from pallas_kernels.tpu.tiles import LANES, Call, Heads, by_head, cost_of, head_at, launch, shape_like, split, take
-from pallas_kernels.tpu.turning import add_tables
 from pallas_kernels.tpu.window import (
     Cut,
     Ref,
@@ -172,8 +172,8 @@ def _name_refs(call: Call, has_segments: bool, refs: tuple[Ref, ...]) -> tuple[R
     *of_documents, rest = take(rest, has_sinks, has_sinks, has_segments)
     has_codes = has_segments and reads_codes(call, queries.shape[1])
     codes, rest = split(rest, has_codes * (blocks_back(call) + 1))
-    turned = call.turned_by > 0
-    *others, rest = take(rest, turned, turned, True, call.softmax, True, call.softmax)
+    rotated = call.rotated_by > 0
+    *others, rest = take(rest, rotated, rotated, True, call.softmax, True, call.softmax)
     named: list[Any] = [*scalars, queries, head_bias, keys, values, *of_documents, codes, *others]
     return Refs(*named), rest
 

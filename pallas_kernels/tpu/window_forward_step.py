@@ -19,9 +19,9 @@ from jax.experimental import pallas as pl
 from pallas_kernels.nonfinite import finite, sees_non_finite
 from pallas_kernels.schedule import Kind
 from pallas_kernels.tpu.document_codes import with_query_code
+from pallas_kernels.tpu.rotation import rotate_tile
 from pallas_kernels.tpu.shared_columns import beside_ones, sees_far, share_columns, shared_products, shared_values
 from pallas_kernels.tpu.tiles import LANES, MASKED, NN, NT, Call, dot, form_logits, over_lanes, sees_nothing
-from pallas_kernels.tpu.turning import turn
 from pallas_kernels.tpu.window import Ref, WindowTile, sink_rows, window_of, window_tiles
 
 AHEAD = 2  # strips whose products are on their way before the weights of one are taken
@@ -57,7 +57,7 @@ class Refs(NamedTuple):
     segments: Ref  # [8, block], `Segments.queries`
     # `document_codes` of the same keys, each [block, LANES], the last ones the queries', too; none where unused.
     codes: list[Ref]
-    cos: Ref  # [block, D], of queries that are to be turned
+    cos: Ref  # [block, D], of queries that are to be rotated
     sin: Ref
     out: Ref  # [block, D]
     lse: Ref  # [1, block]
@@ -143,8 +143,8 @@ class Body:
         """The logits of the strip of queries from `start`."""
         rows, refs = pl.ds(start, self.strip), self.refs
         query = refs.queries[rows, :]
-        if self.call.turned_by:
-            query = turn(self.call, query, refs.cos[rows, :], refs.sin[rows, :])
+        if self.call.rotated_by:
+            query = rotate_tile(self.call, query, refs.cos[rows, :], refs.sin[rows, :])
         coded = with_query_code(query, refs.codes[-1][rows, :]) if self.by_code else query
         planned = window_tiles(self.call, start, self.present)
         tiles = []

@@ -363,11 +363,11 @@ class Decoder(nnx.Module):
         if self.config.uses_rope:
             rows = jnp.arange(tokens.shape[1])[None]
             counted = rows if segment_ids is None else segment_positions(segment_ids)
-            turned = counted if positions is None else positions
-            tables = rope_tables(self.config, turned, rope_length or tokens.shape[1])
+            rope_positions = counted if positions is None else positions
+            tables = rope_tables(self.config, rope_positions, rope_length or tokens.shape[1])
             # Without the barrier, XLA makes them again in every layer of a loop.
             rope = jax.lax.optimization_barrier(tables)
-            scale = query_scale(self.config, turned)
+            scale = query_scale(self.config, rope_positions)
         spec = model_spec(self.config, self.pattern)
         return AttentionContext(spec, kinds, rope, scale, segment_ids, positions, full_from, partition=partition)
 

@@ -39,7 +39,7 @@ _DIMENSIONS: dict[str, tuple[str, ...]] = {
 }
 
 
-type _Queries = tuple[jax.Array, Rotation | None]  # [B, T, H, D], and by what they are still to be turned
+type _Queries = tuple[jax.Array, Rotation | None]  # [B, T, H, D], and by what they are still to be rotated
 
 
 class _Options(NamedTuple):
@@ -70,7 +70,7 @@ def attention_on_mesh(
       q: [B, T, H, D]; k, v: [B, T, K, D]. Without a partition: the plain call.
       per_head: arrays, the sigmoid bias [H] too.
       packing: of the queries; the keys are the same tokens. A segment must be one run of its id.
-      rotation: by which the queries are still to be turned.
+      rotation: by which the queries are still to be rotated.
       The rest as in `pallas_kernels.attention` and `routed_attention`.
 
     Returns:

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.kernel_cycles import TURNING, Call, Row, find_cost
+from pallas_kernels.kernel_cycles import ROTATING, Call, Row, find_cost
 from pallas_kernels.tpu.pairs import LANES, pairs_pay
-from pallas_kernels.tpu.turning import rotates_queries
+from pallas_kernels.tpu.rotation import rotates_queries
 from swa_jax.chips import CHIPS
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.flops import attention_flops_by_kind, visible_keys
@@ -106,8 +106,8 @@ def _of_alike(
             first = first + reached.seconds("full", "forward", forward.others)
         second = reached.seconds("window", "backward", BACKWARD * backward.window)
         others = BACKWARD * backward.others
-        # Routed rows are turned as they are moved.
-        second = second + reached.seconds("full", "backward", others, turned=kind == SWITCH)
+        # Routed rows are rotated as they are moved.
+        second = second + reached.seconds("full", "backward", others, rotated=kind == SWITCH)
         if kind == SWITCH:
             layers = pattern.layer_types.count(SWITCH)
             second = second + layers * reached.moving(backward_ratio)
@@ -123,16 +123,16 @@ class _Reached:
         self.measured: dict[str, float] = {}
         self.assumed: dict[str, float] = {}
 
-    def seconds(self, what: str, which: str, flops: np.ndarray, *, turned: bool = False) -> np.ndarray:
+    def seconds(self, what: str, which: str, flops: np.ndarray, *, rotated: bool = False) -> np.ndarray:
         """Of so many operations of "window", "full" or "routed" attention; what has none is not looked up.
 
         Args:
-          turned: the queries come turned, so that the kernel has not to do it.
+          rotated: the queries come rotated, so that the kernel has not to do it.
         """
         if not flops.any():
             return flops
         assert self.chip.target is not None
-        name, share = self._share(what, which, turned)
+        name, share = self._share(what, which, rotated)
         if share is None:
             share = self.assumed[name] = self.chip.target.kernel_share[which == "backward"]
         else:
@@ -141,18 +141,18 @@ class _Reached:
 
     def moving(self, ratio: float) -> float:
         """Seconds a query in which the memory gives the routed rows to their kernel and takes them back, and by which
-        turning them takes longer."""
+        rotating them takes longer."""
         target, model = self.chip.target, self.model
         assert target is not None
         row = 2 * model.num_attention_heads * model.head_dim  # bytes of bfloat16
-        cycles = self._turns() * TURNING["rows"] * model.num_attention_heads / 1024 / target.num_cores
+        cycles = self._rotates() * ROTATING["rows"] * model.num_attention_heads / 1024 / target.num_cores
         return (4 + 3 * ratio) * row / target.hbm_bytes + cycles / (target.gigahertz * 1e9)
 
-    def _turns(self) -> bool:
-        """Whether kernels turn the queries."""
+    def _rotates(self) -> bool:
+        """Whether kernels rotate the queries."""
         return self.model.uses_rope and rotates_queries(self.model.head_dim)
 
-    def _share(self, what: str, which: str, turned: bool) -> tuple[str, float | None]:
+    def _share(self, what: str, which: str, rotated: bool) -> tuple[str, float | None]:
         """The call in words, and the share of the peak that its static cycles come to; None: not measured."""
         target, D = self.chip.target, self.model.head_dim
         assert target is not None
@@ -175,8 +175,8 @@ class _Reached:
             return name, None
         seen = visible_keys(np.arange(cost.length), window if what == "window" else None, sinks).mean()
         flops = 4.0 * D * float(seen) * 1024 * (BACKWARD if which == "backward" else 1)
-        turning = TURNING[which] if self._turns() and not turned else 0
-        cycles = (cost.cycles + turning) / target.num_cores  # which share the heads
+        rotating = ROTATING[which] if self._rotates() and not rotated else 0
+        cycles = (cost.cycles + rotating) / target.num_cores  # which share the heads
         return name, flops / (cycles * self.chip.peak_flops / (target.gigahertz * 1e9))
 
 

@@ -91,8 +91,8 @@ def routed(spec, *names, kernels, head_dim=128, length=SHORT) -> Compiled:
     return Compiled(both, (q, kv, kv, gate, options(names, length)), kernels)
 
 
-def turned(spec, *, kernels, head_dim=128, length=SHORT, routed=False) -> Compiled:
-    """Packed attention of queries that the kernels turn, and its gradients."""
+def rotated(spec, *, kernels, head_dim=128, length=SHORT, routed=False) -> Compiled:
+    """Packed attention of queries that the kernels rotate, and its gradients."""
     q, kv = shape(B, length, H, head_dim), shape(B, length, K, head_dim)
     table, ids = shape(B, length, head_dim, dtype=jnp.float32), shape(B, length, dtype=jnp.int32)
 
@@ -252,10 +252,10 @@ CALLS = {
         AttentionSpec(300, 4), "q_segment_ids", "alibi_slopes", "sink_logits", "full_heads", kernels=11
     ),
     "routed-sigmoid": routed(AttentionSpec(300, **SIGMOID), "sigmoid_bias", kernels=5, head_dim=64),
-    "turned-window": turned(WINDOW, kernels=2, length=LONG),
-    "turned-full": turned(AttentionSpec(), kernels=2, length=LONG),
-    "turned-routed": turned(WINDOW, kernels=5, length=LONG, routed=True),
-    "turned-256": turned(WINDOW, kernels=2, length=LONG, head_dim=256),
+    "rotated-window": rotated(WINDOW, kernels=2, length=LONG),
+    "rotated-full": rotated(AttentionSpec(), kernels=2, length=LONG),
+    "rotated-routed": rotated(WINDOW, kernels=5, length=LONG, routed=True),
+    "rotated-256": rotated(WINDOW, kernels=2, length=LONG, head_dim=256),
     "decode-full": decode(AttentionSpec(), "sink_logits", kernels=1, tokens=1, entries=2048),
     "decode-full-8": decode(AttentionSpec(), kernels=1, tokens=8, entries=2048, head_dim=256, dtype="float32"),
     "decode-ring": decode(AttentionSpec(1024, 4), kernels=1, tokens=1, entries=1028, ring=True, head_dim=64),
@@ -271,7 +271,7 @@ CALLS = {
     "sharded-pools": sharded_pools(AttentionSpec(1024, 4)),
     "shared-row": shared(AttentionSpec(), 4096, kernels=2),
     # A kernel for the keys of each device, and one back.
-    "shared-row-in-turn": shared(AttentionSpec(), 36864, kernels=8),
+    "shared-row-in-ring": shared(AttentionSpec(), 36864, kernels=8),
     "routed-beside-many-keys": routed(WINDOW, "q_segment_ids", kernels=5, length=32768),
 }
 

@@ -11,9 +11,9 @@ from pallas_kernels import AttentionSpec
 from pallas_kernels.blocks import Tiles
 from pallas_kernels.rotary import Rotation, rotate
 from pallas_kernels.spec import coordinates
+from pallas_kernels.tpu.rotation import left_to_kernels
 from pallas_kernels.tpu.rows import add_apart, choose, together
 from pallas_kernels.tpu.tiles import Call
-from pallas_kernels.tpu.turning import left_to_kernels
 from tests.kernels.tolerances import VALUE_TOLERANCE
 
 CALL = Call(AttentionSpec(64), Tiles(128, 128, strip=128, tile=128), interpret=True)
@@ -56,8 +56,8 @@ def test_rows_are_those_of_plain_indexing(kind, length, dtype):
 
 
 @pytest.mark.parametrize("rows_of_tables", [1, 2])
-def test_queries_are_turned_on_the_way_and_their_gradients_turned_back(rows_of_tables):
-    """Heads of 128, which fill a register; turned queries carry the scale as those do that XLA turns."""
+def test_queries_are_rotated_on_the_way_and_their_gradients_rotated_back(rows_of_tables):
+    """Heads of 128, which fill a register; rotated queries carry the scale as those do that XLA rotates."""
     length, head_dim, distance = 1024, 128, 64  # two chunks
     member, rng = members(length, "drawn"), np.random.default_rng(0)
     chosen = choose(jnp.asarray(member), TILE)
@@ -68,11 +68,11 @@ def test_queries_are_turned_on_the_way_and_their_gradients_turned_back(rows_of_t
     call = dataclasses.replace(CALL, spec=AttentionSpec(64, scale=0.3))
     call, where = left_to_kernels(call, coordinates(length, length), rotation)
 
-    def turned(q):
+    def rotated(q):
         return call.query_factor * rotate(q.swapaxes(1, 2), rotation).swapaxes(1, 2)
 
     tolerance = VALUE_TOLERANCE["float32"]
-    expected, pullback = jax.vjp(turned, q)
+    expected, pullback = jax.vjp(rotated, q)
     found, others = together(call, chosen, q, (dq,), TILE, where)
     for b in range(2):
         (index,) = np.nonzero(member[b])

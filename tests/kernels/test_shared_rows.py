@@ -116,7 +116,7 @@ class _Held:
     def __init__(self, parts):
         self.parts = iter(parts)
 
-    def turn(self, _):
+    def passed_on(self, _):
         return next(self.parts)
 
     def at_hand(self, where, number):

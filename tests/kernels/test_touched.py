@@ -1,4 +1,4 @@
-"""No block outside the schedule is touched, shown from outside: what was touched turns to NaN.
+"""No block outside the schedule is touched, shown from outside: what was touched becomes NaN.
 
 A tile of keys and values that are NaN makes NaN of every row of a strip of queries that multiplies by it, masked or
 not (0 * NaN is NaN). So a call whose rows of the batch each have another block of keys poisoned says which blocks each
