@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import cudnn, reference, tpu, xla
-from pallas_kernels.checks import check_array, check_needs_window, check_qkv, checked_packing, checked_per_head
+from pallas_kernels import cudnn, tpu, xla
 from pallas_kernels.dispatch import Implementation, choose, current_device
-from pallas_kernels.parts import scale_queries
-from pallas_kernels.request import Op, Request
-from pallas_kernels.ring import Ring
-from pallas_kernels.rotary import Rotation, rotate
-from pallas_kernels.spec import (
+from pallas_kernels.math import reference
+from pallas_kernels.math.checks import check_array, check_needs_window, check_qkv, checked_packing, checked_per_head
+from pallas_kernels.math.parts import scale_queries
+from pallas_kernels.math.ring import Ring
+from pallas_kernels.math.rotary import Rotation, rotate
+from pallas_kernels.math.spec import (
     AttentionOptions,
     AttentionSpec,
     Coordinates,
@@ -28,6 +28,7 @@ from pallas_kernels.spec import (
     coordinates,
     with_keywords,
 )
+from pallas_kernels.request import Op, Request
 
 _log = logging.getLogger(__name__)
 

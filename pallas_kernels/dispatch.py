@@ -9,10 +9,10 @@ from typing import Literal, get_args
 
 from pallas_kernels import cudnn, xla
 from pallas_kernels.blocks import device_kind, platform
+from pallas_kernels.math.schedule import Kind
+from pallas_kernels.math.spec import AttentionSpec
 from pallas_kernels.request import Device, Dispatched, Op, Request
-from pallas_kernels.schedule import Kind
-from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.tpu.listing import list_launches
+from pallas_kernels.tpu.calls.listing import list_launches
 
 _log = logging.getLogger(__name__)
 

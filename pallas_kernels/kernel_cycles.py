@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 
 TABLE = Path(__file__).with_name("kernel_cycles.json")
 Row = dict[str, Any]
-# What rotating the queries adds (RoPE), at most, in cycles per 1024 query rows and head; the table is without. "rows" is
-# what it adds to the memory's time of moving routed rows there and back. Measured on v6e with
+# What rotating the queries adds (RoPE), at most, in cycles per 1024 query rows and head; the table is without. "rows"
+# is what it adds to the memory's time of moving routed rows there and back. Measured on v6e with
 # `swa-jax bench cycles NAME --set rotated=true`: docs/kernels.md.
 ROTATING = {"forward": 300, "backward": 640, "rows": 280}
 
 
-class Call(NamedTuple):
+class MeasuredCall(NamedTuple):
     """What a row is found by, its window and length aside.
 
     Attributes:
-      function: of `pallas_kernels.bench`.
+      function: of `swa_jax.bench.tpu_kernels`.
       packed: whether segment ids are given.
       group: query heads of a KV head.
     """
@@ -44,7 +44,7 @@ class Cost(NamedTuple):
     length: int
 
 
-def find_cost(call: Call, window: int | None, rows: Sequence[Row] | None = None) -> Cost | None:
+def find_cost(call: MeasuredCall, window: int | None, rows: Sequence[Row] | None = None) -> Cost | None:
     """The cost of a call by the table; None where it has no row for it.
 
     Rows with fewer query heads a KV head stand in for the call, and rows without segment ids for one that has them; of

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.schedule import Kind
-from pallas_kernels.spec import AttentionSpec, Coordinates, Packing, PerHead
+from pallas_kernels.math.schedule import Kind
+from pallas_kernels.math.spec import AttentionSpec, Coordinates, Packing, PerHead
 
 Op = Literal["attention", "routed_attention", "decode_attention"]
 

@@ -57,7 +57,7 @@ def sentence(error: BaseException) -> str | None:
     if sign := full_disk(error):
         state, help = _FULL_DISK[sign]
         return f"{state} ({sign}): {help}, and start the same command again"
-    kernels = sys.modules.get("pallas_kernels.spec")  # not imported for this: with it would come JAX
+    kernels = sys.modules.get("pallas_kernels.math.spec")  # not imported for this: with it would come JAX
     return str(error) if kernels is not None and isinstance(error, kernels.ArgumentError) else None
 
 

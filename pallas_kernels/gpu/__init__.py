@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import parts
 from pallas_kernels.blocks import table_rows
 from pallas_kernels.gpu import decode_kernels
 from pallas_kernels.gpu import triton as gpu_triton
 from pallas_kernels.gpu.fold import Fold
 from pallas_kernels.gpu.loop_bounds import loop_bounds, tables
-from pallas_kernels.gpu.operands import Operands, Side, Static, Tile
-from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead, Pools
+from pallas_kernels.gpu.operands import GpuStatic, Operands, Side, Tile
+from pallas_kernels.math import parts
+from pallas_kernels.math.spec import AttentionSpec, Coordinates, PerHead, Pools
 
 _PROGRAMS_IN_FLIGHT = 264  # two for each of an H100's 132 multiprocessors; decode splits its keys to reach it
 
@@ -82,7 +82,7 @@ def attention(
     per_head: PerHead,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns out [B, T, H, D] in q's dtype and lse [B, T, H] float32 (None for sigmoid)."""
-    static = Static(spec, not gpu_triton.on_gpu(), q.dtype.name)
+    static = GpuStatic(spec, not gpu_triton.on_gpu(), q.dtype.name)
     heads = _for_kernels(per_head)
     return _flash(static, _tiles(q, k), *parts.vary_alike((q, k, v, heads, where)))
 
@@ -102,7 +102,7 @@ def routed_attention(
     heads = _for_kernels(per_head._replace(sink_logits=None))  # they join afterwards
 
     def part(q, where, outside):
-        static = Static(spec, not gpu_triton.on_gpu(), outside=outside)
+        static = GpuStatic(spec, not gpu_triton.on_gpu(), outside=outside)
         return _flash(static, _tiles(q, k), *parts.vary_alike((q, k, v, heads, where)))
 
     return parts.route(part, q, gate, where, per_head.sink_logits, inference=inference)
@@ -112,7 +112,7 @@ def decode_attention(
     q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, spec: AttentionSpec, where: Coordinates, per_head: PerHead
 ) -> jax.Array:
     """Attention of a few queries over a cache, [B, T, H, D] float32; not differentiable."""
-    static = Static(spec, not gpu_triton.on_gpu())
+    static = GpuStatic(spec, not gpu_triton.on_gpu())
     heads = _for_kernels(per_head._replace(sink_logits=None))  # they join afterwards
     tile = _tiles(q, k_cache).decode
     out, lse = _decode(static, tile, *parts.vary_alike((q, k_cache, v_cache, heads, where)))
@@ -169,7 +169,7 @@ def each_head(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _flash(static: Static, tiles: TilesByKernel, q, k, v, heads: PerHead, where: Coordinates):
+def _flash(static: GpuStatic, tiles: TilesByKernel, q, k, v, heads: PerHead, where: Coordinates):
     """The core: out [B, T, H, D] in `static.out_dtype` and lse [B, T, H] float32 (None for sigmoid)."""
     return _flash_fwd(static, tiles, q, k, v, heads, where)[0]
 
@@ -223,7 +223,7 @@ def decode_pools(
 ) -> jax.Array:
     """Attention of a few queries over the pools of a cache in one launch, [B, T, H, D] float32; not differentiable."""
     pools, specs = zip(*caches, strict=True)
-    static = Static(specs[0], not gpu_triton.on_gpu(), q.dtype.name)
+    static = GpuStatic(specs[0], not gpu_triton.on_gpu(), q.dtype.name)
     heads = _for_kernels(per_head._replace(sink_logits=None))  # they join afterwards
     fold = Fold(q.shape[1], q.shape[2], pools[0].slots.shape[0])
     keys = jax.ShapeDtypeStruct((1, max(y.k.shape[2] for y in pools), 1, 1), q.dtype)
@@ -235,7 +235,7 @@ def decode_pools(
     return parts.join_sinks(*fold.merged(out, lse), per_head.sink_logits)[0]
 
 
-def _decode(static: Static, tile: Tile, q, k, v, heads: PerHead, where: Coordinates):
+def _decode(static: GpuStatic, tile: Tile, q, k, v, heads: PerHead, where: Coordinates):
     """Out [B, T, H, D] float32 and lse [B, T, H] (None for sigmoid); a KV head's queries are one block of rows."""
     fold = Fold(q.shape[1], q.shape[2], k.shape[2])
     tile = tile._replace(q_block=fold.rows)
@@ -252,7 +252,7 @@ def _by_token(x, length: int):
 
 
 def _operands(
-    static: Static,
+    static: GpuStatic,
     tile: Tile,
     q,
     k,
@@ -307,7 +307,7 @@ def _blocked(where: Coordinates, tile: Tile) -> Coordinates:
     )
 
 
-def _bounds(static: Static, tile: Tile, where: Coordinates, some_full: bool, active, by_key: bool) -> jax.Array:
+def _bounds(static: GpuStatic, tile: Tile, where: Coordinates, some_full: bool, active, by_key: bool) -> jax.Array:
     """[rows, variants, blocks, 10] int32: bounds for heads that are not full and (if some are) for those that are."""
     variants = [where]
     if some_full:

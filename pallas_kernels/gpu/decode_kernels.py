@@ -18,9 +18,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.gpu import triton
-from pallas_kernels.gpu.operands import Operands, Side, Static, Tile
+from pallas_kernels.gpu.operands import GpuStatic, Operands, Side, Tile
 from pallas_kernels.gpu.triton import Program, channels, normalise
-from pallas_kernels.spec import AttentionSpec, PerHead, Pools
+from pallas_kernels.math.spec import AttentionSpec, PerHead, Pools
 
 
 class PoolOperands(NamedTuple):
@@ -33,7 +33,7 @@ class PoolOperands(NamedTuple):
     full_from: jax.Array | None  # [B] int32
 
 
-def decode(static: Static, tile: Tile, x: Operands, shares: int) -> tuple[jax.Array, jax.Array | None]:
+def decode(static: GpuStatic, tile: Tile, x: Operands, shares: int) -> tuple[jax.Array, jax.Array | None]:
     """Out [B, K, shares, rows, D] float32 and lse without the last axis, base 2 (None for sigmoid).
 
     `x.q` is [B, rows, K, D]: the queries of a KV head, of any head and token, are rows. Slopes and bias are
@@ -45,7 +45,13 @@ def decode(static: Static, tile: Tile, x: Operands, shares: int) -> tuple[jax.Ar
 
 
 def pool_decode(
-    specs: tuple[AttentionSpec, ...], static: Static, tile: Tile, tokens: int, group: int, x: PoolOperands, shares: int
+    specs: tuple[AttentionSpec, ...],
+    static: GpuStatic,
+    tile: Tile,
+    tokens: int,
+    group: int,
+    x: PoolOperands,
+    shares: int,
 ) -> tuple[jax.Array, jax.Array | None]:
     """As `decode`, for `tokens` new tokens and `group` query heads of each KV head; `specs` are those of the pools."""
     batch, rows, kv_heads, head_dim = x.q.shape
@@ -89,7 +95,7 @@ def pool_decode(
     return out, lse[0] if lse else None
 
 
-def _results(static: Static, q: jax.Array, shares: int):
+def _results(static: GpuStatic, q: jax.Array, shares: int):
     batch, rows, kv_heads, head_dim = q.shape
     shape = (batch, kv_heads, shares, rows)
     block = (None, None, None, rows)

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import gpu
 from pallas_kernels.gpu.operands import key_grid, query_grid
+from pallas_kernels.math.schedule import Kind
 from pallas_kernels.request import LaunchFacts, Request
-from pallas_kernels.schedule import Kind
 
 _MASKS = (Kind.FULL, Kind.BY_TOKEN)
 

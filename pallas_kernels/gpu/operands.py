@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.spec import AttentionSpec, PerHead
+from pallas_kernels.math.spec import AttentionSpec, PerHead
 
 
 class Tile(NamedTuple):
@@ -41,7 +41,7 @@ class Operands(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Static:
+class GpuStatic:
     """What is compiled into a kernel."""
 
     spec: AttentionSpec

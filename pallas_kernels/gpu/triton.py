@@ -8,7 +8,7 @@ need a mask, one over tiles visible as a whole.
 * forward: a program per query block and query head; out and lse by the running maximum and sum of
   FlashAttention.
 * dq: a program per query block and query head.
-* dkv: a program per KV block and KV head, which walks over the query heads of its group, or one per query
+* dkv: a program per KV block and KV head, which visits the query heads of its group, or one per query
   head. Its tiles are transposed, so that the weights need not be before `p^T dout`.
 * decode, in `decode_kernels`: a program per KV head and share of the visits.
 
@@ -26,11 +26,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.gpu.loop_bounds import Bounds
-from pallas_kernels.gpu.operands import Operands, Side, Static, Tile, key_grid, query_grid
-from pallas_kernels.nonfinite import finite, is_finite
-from pallas_kernels.parts import LOG2E
-from pallas_kernels.spec import visible
+from pallas_kernels.gpu.loop_bounds import LoopBounds
+from pallas_kernels.gpu.operands import GpuStatic, Operands, Side, Tile, key_grid, query_grid
+from pallas_kernels.math.nonfinite import finite, is_finite
+from pallas_kernels.math.parts import LOG2E
+from pallas_kernels.math.spec import visible
 
 
 def on_gpu() -> bool:
@@ -43,7 +43,7 @@ def compute_capability() -> int:
     return plgpu.get_gpu_info().compute_capability
 
 
-def forward(static: Static, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Array | None]:
+def forward(static: GpuStatic, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Array | None]:
     """Out [B, T, H, D] in `static.out_dtype`, and lse [B, H, T of whole blocks] float32, base 2 (None: sigmoid)."""
     grid = query_grid(tile, x.q)
     results = [_sequence(x.q.shape, static.out_dtype)]
@@ -53,7 +53,7 @@ def forward(static: Static, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Arr
     return out, lse[0] if lse else None
 
 
-def dq(static: Static, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Array | None]:
+def dq(static: GpuStatic, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Array | None]:
     """The gradient of q, and (if there is a bias) that of the bias by query row: [B, H, T of whole blocks] float32."""
     grid = query_grid(tile, x.q)
     results = [_sequence(x.q.shape, x.q.dtype)]
@@ -63,7 +63,7 @@ def dq(static: Static, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Array | 
     return dq, dbias[0] if dbias else None
 
 
-def dkv(static: Static, tile: Tile, x: Operands, each_head: bool) -> tuple[jax.Array, jax.Array]:
+def dkv(static: GpuStatic, tile: Tile, x: Operands, each_head: bool) -> tuple[jax.Array, jax.Array]:
     """The gradients of k and v; `x.bounds` are those of KV blocks.
 
     With `each_head`, what each query head adds to them: [B, S, H, D] float32.
@@ -79,7 +79,7 @@ def dkv(static: Static, tile: Tile, x: Operands, each_head: bool) -> tuple[jax.A
 # Grids are (blocks, heads, batch), the blocks fastest, so that programs that run together share keys.
 
 
-def call(kernel, static: Static, tile: Tile, x: Operands, grid: tuple[int, int, int], results):
+def call(kernel, static: GpuStatic, tile: Tile, x: Operands, grid: tuple[int, int, int], results):
     """Runs `kernel` over the grid; `results` are pairs of a shape and a block spec."""
     kv_heads, head_dim = x.k.shape[2:]
     width = channels(head_dim)
@@ -167,7 +167,7 @@ def _statistic(tile: Tile, grid):
 class Program:
     """What a kernel knows when it is compiled, and the pieces that all kernels share."""
 
-    static: Static
+    static: GpuStatic
     tile: Tile
     q_length: int
     kv_length: int
@@ -252,13 +252,13 @@ class Program:
         axes = (((contract[0],), (contract[1],)), ((), ()))
         return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
 
-    def bounds(self, x: Operands, block) -> tuple[Bounds, jax.Array | None]:
+    def bounds(self, x: Operands, block) -> tuple[LoopBounds, jax.Array | None]:
         """The bounds of a block's loops, and whether the head is full."""
         full = None if x.heads.full_heads is None else x.heads.full_heads[0]
         variant = 0 if full is None else full
-        return Bounds.read(lambda i: x.bounds[variant, block, i]), None if full is None else full != 0
+        return LoopBounds.read(lambda i: x.bounds[variant, block, i]), None if full is None else full != 0
 
-    def loops(self, bounds: Bounds, visit, carry):
+    def loops(self, bounds: LoopBounds, visit, carry):
         """Runs `carry = visit(block, carry, masked)` over both kinds of visits."""
         carry = lax.fori_loop(0, bounds.num_masked, lambda i, c: visit(bounds.block(i), c, True), carry)
         first, last = bounds.whole
@@ -312,8 +312,8 @@ class Program:
             logits, _ = self.logits(self.dot(q, k, (1, 1)), queries, keys, slopes, bias)
             if not masked:
                 return logits, None, v
-            spoilt = jnp.where(is_finite(v), 0.0, 1.0).sum(axis=1) > 0  # [keys]: NaN for those who see them
-            logits = jnp.where(spoilt[None, :], jnp.nan, logits)
+            nonfinite = jnp.where(is_finite(v), 0.0, 1.0).sum(axis=1) > 0  # [keys]: NaN for those who see them
+            logits = jnp.where(nonfinite[None, :], jnp.nan, logits)
             return logits, self.mask(queries, keys, full_head), finite(v)
 
         def sigmoid(j, acc, masked):

@@ -4,16 +4,16 @@ import dataclasses
 
 import jax
 
-from pallas_kernels.parts import join_sinks
-from pallas_kernels.ring import Ring, RowOrder, one_part
-from pallas_kernels.rotary import Rotation
-from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead
-from pallas_kernels.tpu.attend import attend
-from pallas_kernels.tpu.decode import decode_attention
-from pallas_kernels.tpu.launches import call_of
-from pallas_kernels.tpu.pairs import in_pairs, side_by_side
-from pallas_kernels.tpu.rotation import left_to_kernels, rotates_queries
-from pallas_kernels.tpu.routed import routed_attention
+from pallas_kernels.math.parts import join_sinks
+from pallas_kernels.math.ring import Ring, RowOrder, one_part
+from pallas_kernels.math.rotary import Rotation
+from pallas_kernels.math.spec import AttentionSpec, Coordinates, PerHead
+from pallas_kernels.tpu.calls.attend import attend
+from pallas_kernels.tpu.calls.launches import call_of
+from pallas_kernels.tpu.calls.routed import routed_attention
+from pallas_kernels.tpu.decode.decode import decode_attention
+from pallas_kernels.tpu.tile.pairs import in_pairs, side_by_side
+from pallas_kernels.tpu.tile.rotation import left_to_kernels, rotates_queries
 
 __all__ = ["attention", "decode_attention", "rotates_queries", "routed_attention"]
 

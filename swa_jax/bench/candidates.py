@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import AttentionSpec, alibi_slopes, attention, decode_attention, routed_attention
-from pallas_kernels.bench import routed_rows
 from pallas_kernels.dispatch import current_device
 from pallas_kernels.request import Op, Request
+from swa_jax.bench.tpu_kernels import routed_rows
 
 PASSES = ("forward", "forward+backward", "decode")
 VARIANTS = ("plain", "sink-tokens", "sigmoid", "routed")

@@ -41,8 +41,8 @@ def cycles(
         list[str] | None,
         Argument(
             metavar="[NAME]...",
-            help="Functions of pallas_kernels/bench.py; default: all of them. Of other libraries: jax_splash_forward, "
-            "tokamax_splash_forward, and the same with backward.",
+            help="Functions of swa_jax/bench/tpu_kernels.py; default: all of them. Of other libraries: "
+            "jax_splash_forward, tokamax_splash_forward, and the same with backward.",
         ),
     ] = None,
     chip: Annotated[list[str] | None, Option(help="v5e, v5p, v6e or v7x, repeatable; default: v6e.")] = None,
@@ -56,9 +56,9 @@ def cycles(
     ] = None,
 ) -> None:
     """Cycles of the TPU kernels, by libtpu's own simulator: no TPU is needed. Takes seconds a function and chip."""
-    from pallas_kernels.bench import FUNCTIONS
     from swa_jax.bench.cycle_table import check_writable, write_row
     from swa_jax.bench.cycles import check, measure, read_settings
+    from swa_jax.bench.tpu_kernels import FUNCTIONS
     from swa_jax.report import table_console
     from swa_jax.report.bench_tables import HOW_TO_READ_CYCLES, cycles_table
 

@@ -17,8 +17,8 @@ from flax import nnx
 
 from pallas_kernels import AttentionSpec, alibi_slopes
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.rotary import Rotation, rotate
-from pallas_kernels.spec import Packing, PerHead
+from pallas_kernels.math.rotary import Rotation, rotate
+from pallas_kernels.math.spec import Packing, PerHead
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.experts import ExpertLoad
 from swa_jax.model.layer_stacks import rope_groups

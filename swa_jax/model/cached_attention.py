@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from pallas_kernels import attention, routed_attention
+from pallas_kernels.math.spec import NEVER, Packing, PerHead, Pools
 from pallas_kernels.pools import attend_over_pools, heads_in_one_launch, pools_visited, write_token
-from pallas_kernels.spec import NEVER, Packing, PerHead, Pools
 from swa_jax.model.attention import AttentionContext, KeysValues, LayerPlan, choose, own_or
 from swa_jax.model.cache import POOL, CacheLayout, CachePools, ring_positions, write_chunk, write_prompt
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH

@@ -4,8 +4,8 @@ A device holds T / n consecutive tokens of each row, or in zig-zag order two chu
 windowed layer fetches the keys that its window reaches back to from its neighbours (`ppermute`) and, for sink tokens,
 the first keys of the one document that runs into a chunk from the left, so that what it sends does not grow with T.
 In full, routed and per-head hybrid layers, and under full-attention decode, the keys and values of the row are gathered
-or go round from device to device (`pallas_kernels.ring`). All are exact: the queries, keys and masks are those of one
-device.
+or go round from device to device (`pallas_kernels.math.ring`). All are exact: the queries, keys and masks are those of
+one device.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from jax import lax
 
 from pallas_kernels import AttentionSpec, attention, routed_attention
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.ring import Ring
-from pallas_kernels.rotary import Rotation
-from pallas_kernels.spec import Packing, PerHead, segment_positions
+from pallas_kernels.math.ring import Ring
+from pallas_kernels.math.rotary import Rotation
+from pallas_kernels.math.spec import Packing, PerHead, segment_positions
 from swa_jax.model.sequence_order import Place, from_left
 from swa_jax.model.sharding import Partition
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.kernel_cycles import ROTATING, Call, Row, find_cost
-from pallas_kernels.tpu.pairs import LANES, pairs_pay
-from pallas_kernels.tpu.rotation import rotates_queries
+from pallas_kernels.tpu.tile.pairs import LANES, pairs_pay
+from pallas_kernels.tpu.tile.rotation import rotates_queries
 from swa_jax.chips import CHIPS
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.flops import attention_flops_by_kind, visible_keys

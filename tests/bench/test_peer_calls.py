@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from pallas_kernels.bench import Executions
 from swa_jax.bench import cycles, peer_calls
+from swa_jax.bench.tpu_kernels import Executions
 from swa_jax.cli.main import app
 
 

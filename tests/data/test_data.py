@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from pallas_kernels.spec import NEVER
+from pallas_kernels.math.spec import NEVER
 from swa_jax.data import PackedPrompts, PackedText, SourceConfig, make_batches, read_documents, text_files
 from swa_jax.data.documents import Prompt, document_hash, is_held_out
 from swa_jax.data.packing import _most_that_fit, pack

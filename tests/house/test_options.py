@@ -17,7 +17,7 @@ NOT_READ = {
     ("find_spec", "path"),  # Python's import
     ("find_spec", "target"),
     ("draw", "out_sharding"),  # Flax's initializers
-    ("_of_rows", "turned"),  # pallas_kernels/bench.py: all cases have them
+    ("_of_rows", "turned"),  # swa_jax/bench/tpu_kernels.py: all cases have them
     ("_decoding", "H"),
     ("run", "attend_small"),
 }

@@ -20,11 +20,11 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import AttentionSpec, attention, decode_attention, routed_attention
-from pallas_kernels.ring import Ring, RowOrder
-from pallas_kernels.rotary import Rotation
-from pallas_kernels.spec import Packing, PerHead, coordinates
-from pallas_kernels.tpu.cache_write import write_pool
-from pallas_kernels.tpu.decode import decode_pool
+from pallas_kernels.math.ring import Ring, RowOrder
+from pallas_kernels.math.rotary import Rotation
+from pallas_kernels.math.spec import Packing, PerHead, coordinates
+from pallas_kernels.tpu.decode.cache_write import write_pool
+from pallas_kernels.tpu.decode.decode import decode_pool
 
 CORES = {"v5p": 2}  # of a device, where not one: a v5p's two work as one
 B, H, K = 1, 4, 2

@@ -14,7 +14,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import AttentionSpec, alibi_slopes, attention, blocks, gpu, routed_attention, xla
 from pallas_kernels.gpu.operands import Tile
-from pallas_kernels.tpu import decode, documents, launches
+from pallas_kernels.tpu.calls import launches
+from pallas_kernels.tpu.decode import decode
+from pallas_kernels.tpu.schedule import documents
 
 from .tolerances import assert_close
 

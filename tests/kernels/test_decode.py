@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import AttentionSpec, attention, decode_attention
+from pallas_kernels.math.spec import PerHead, Pools, coordinates, dense_mask
 from pallas_kernels.pools import attend_over_pools
-from pallas_kernels.spec import PerHead, Pools, coordinates, dense_mask
-from pallas_kernels.tpu import cache_write, decode
-from pallas_kernels.tpu.decode_kernel import CacheVisit
+from pallas_kernels.tpu.decode import cache_write, decode
+from pallas_kernels.tpu.decode.decode_kernel import CacheVisit
 
 from .suite import Call, every_implementation
 from .tolerances import assert_close
@@ -300,8 +300,8 @@ import sys, jax, jax.numpy as jnp
 from jax.experimental import topologies
 from jax.experimental.layout import Format, Layout
 from pallas_kernels import AttentionSpec
-from pallas_kernels.spec import PerHead, coordinates
-from pallas_kernels.tpu import cache_write, decode
+from pallas_kernels.math.spec import PerHead, coordinates
+from pallas_kernels.tpu.decode import cache_write, decode
 topology, cores = sys.argv[1], int(sys.argv[2])
 device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
 abstract = jax.sharding.AbstractDevice(device_kind=device.device_kind, num_cores=cores, platform="tpu")

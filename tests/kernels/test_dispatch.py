@@ -10,8 +10,8 @@ import pytest
 
 from pallas_kernels import AttentionSpec, attention, dispatch
 from pallas_kernels.dispatch import dispatched
+from pallas_kernels.math.schedule import Kind
 from pallas_kernels.request import Device, Request
-from pallas_kernels.schedule import Kind
 
 # The one warning that the project filters.
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")

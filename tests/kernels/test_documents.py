@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import AttentionSpec
-from pallas_kernels.spec import coordinates, dense_mask
-from pallas_kernels.tpu import documents, launches, scheduled_backward, scheduled_forward
-from pallas_kernels.tpu.documents import documents_of, read_bounds
+from pallas_kernels.math.spec import coordinates, dense_mask
+from pallas_kernels.tpu.calls import launches
+from pallas_kernels.tpu.schedule import documents, scheduled_backward, scheduled_forward
+from pallas_kernels.tpu.schedule.documents import documents_of, read_bounds
 
 from .suite import PACKED, Call, Implementation, assert_matches_reference, assert_matches_routed, gates
 

@@ -1,4 +1,4 @@
-"""Full rows in few blocks of queries: which blocks are walked over, and that all others stay as they are."""
+"""Full rows in few blocks of queries: which blocks are visited, and that all others stay as they are."""
 
 import jax
 import jax.numpy as jnp
@@ -7,9 +7,10 @@ import pytest
 
 from pallas_kernels import AttentionSpec, attention
 from pallas_kernels.blocks import Tiles
-from pallas_kernels.spec import coordinates, dense_mask
-from pallas_kernels.tpu import launches, passes, walk
-from pallas_kernels.tpu.few_rows import few_rows
+from pallas_kernels.math.spec import coordinates, dense_mask
+from pallas_kernels.tpu.calls import launches, passes
+from pallas_kernels.tpu.schedule import pair_schedule
+from pallas_kernels.tpu.schedule.row_list import list_rows
 
 from .suite import with_gradients
 from .tolerances import assert_close
@@ -19,20 +20,20 @@ FORWARD, BACKWARD, KEYS = 16, 32, 32  # blocks beyond the window
 
 
 @pytest.fixture(autouse=True)
-def walks(monkeypatch):
+def schedules(monkeypatch):
     """The lists of blocks that were made; blocks are small, so that there are many."""
     made = []
 
     def noted(call, where):
-        made.append(few_rows(call, where))
+        made.append(list_rows(call, where))
         return made[-1]
 
     tiles = Tiles(BLOCK, BLOCK, strip=32, tile=32)
     monkeypatch.setattr(launches, "choose_tiles", lambda *_, **__: tiles)
-    monkeypatch.setattr(launches, "_FEW_FORWARD", FORWARD)
-    monkeypatch.setattr(launches, "_FEW_BACKWARD", BACKWARD)
+    monkeypatch.setattr(launches, "_LISTED_FORWARD", FORWARD)
+    monkeypatch.setattr(launches, "_LISTED_BACKWARD", BACKWARD)
     monkeypatch.setattr(launches, "_OUTSIDE_BLOCK", KEYS)
-    monkeypatch.setattr(walk, "few_rows", noted)
+    monkeypatch.setattr(pair_schedule, "list_rows", noted)
     return made
 
 
@@ -65,7 +66,7 @@ def arrays(seed: int, heads: int, kv_heads: int):
         *(pytest.param(seed, {}, marks=pytest.mark.slow) for seed in range(3, 9)),
     ],
 )
-def test_values_and_gradients(seed, options, in_vmem, walks, monkeypatch):
+def test_values_and_gradients(seed, options, in_vmem, schedules, monkeypatch):
     if not in_vmem:
         keys_at_once = launches.keys_at_once
         monkeypatch.setattr(launches, "fits_vmem", lambda *_: False)
@@ -84,7 +85,7 @@ def test_values_and_gradients(seed, options, in_vmem, walks, monkeypatch):
 
     out, gradients = tpu(learned)
     expected, expected_gradients = reference(learned)
-    assert len(walks) == (2 if in_vmem else 0)
+    assert len(schedules) == (2 if in_vmem else 0)
     assert_close(out, expected, "float32")
     for one, other in zip(gradients, expected_gradients, strict=True):
         assert_close(one, other, "float32", gradient=True)
@@ -96,28 +97,28 @@ def test_the_list_has_every_visible_pair_once_and_no_mask_hides_one_of_a_full_ro
     spec = AttentionSpec(1 + 7 * seed, num_sink_tokens=seed % 3)
     where = coordinates(LENGTH, LENGTH, q_segment_ids=ids, full_from=full_from)
     call = launches.make_call(spec, where, 16, "float32", has_slopes=False, has_bias=False, kind="TPU v6 lite")
-    call, few = launches.outside_forward(launches.choose_kernel(call, where), LENGTH, 16, "float32")
-    assert few
-    rows = few_rows(call, passes.of_full_rows(where))
-    beyond = dense_mask(spec, where) & ~dense_mask(spec, where._replace(full_rows=None))
-    beyond = np.asarray(beyond).reshape(len(ids), LENGTH // FORWARD, FORWARD, LENGTH // KEYS, KEYS)
+    call, listed = launches.outside_forward(launches.choose_kernel(call, where), LENGTH, 16, "float32")
+    assert listed
+    rows = list_rows(call, passes.of_full_rows(where))
+    past = dense_mask(spec, where) & ~dense_mask(spec, where._replace(full_rows=None))
+    past = np.asarray(past).reshape(len(ids), LENGTH // FORWARD, FORWARD, LENGTH // KEYS, KEYS)
     assert where.full_rows is not None
-    full = np.broadcast_to(where.full_rows, ids.shape).reshape(beyond.shape[:3])
+    full = np.broadcast_to(where.full_rows, ids.shape).reshape(past.shape[:3])
     order = np.asarray(rows.order).reshape(len(ids), -1)
     bounds = np.asarray(rows.bounds).reshape(len(ids), -1, 4)
     assert int(rows.most[0]) == max(1, *np.asarray(rows.counts))
     for b, count in enumerate(np.asarray(rows.counts)):
         assert sorted(order[b]) == list(range(LENGTH // FORWARD))
         for place, row in enumerate(order[b]):
-            seen = beyond[b, row].any(axis=(0, 2))  # by block of keys
+            seen = past[b, row].any(axis=(0, 2))  # by block of keys
             first, stop, whole, whole_stop = bounds[b, row]
             assert not (np.delete(seen, range(first, stop))).any()
-            assert beyond[b, row][full[b, row], whole:whole_stop].all()
+            assert past[b, row][full[b, row], whole:whole_stop].all()
             assert full[b, row].any() or whole == whole_stop or place >= count
             assert place < count or not seen.any()
 
 
-def test_other_rows_stay_as_the_window_wrote_them(walks):
+def test_other_rows_stay_as_the_window_wrote_them(schedules):
     """Bit for bit, in a row of the batch without any full row too."""
     ids = np.ones((2, LENGTH), np.int32)
     full_from = np.array([[LENGTH - 40], [LENGTH]], np.int32)
@@ -128,7 +129,7 @@ def test_other_rows_stay_as_the_window_wrote_them(walks):
         return jax.vjp(lambda q: attention(q, k, v, **options, **more), q)
 
     (out, pullback), (window, window_pullback) = run(full_from=full_from), run()
-    assert len(walks) == 1
+    assert len(schedules) == 1
     (dq,), (window_dq,) = pullback(out), window_pullback(out)
     assert (LENGTH - 40) % FORWARD  # there are blocks with rows of both kinds
     for changed, plain in ((out, window), (dq, window_dq)):
@@ -156,11 +157,11 @@ def test_gradients_of_rows_beside_full_ones_know_nothing_of_what_these_see(name)
     """Rows that are not full are taken along where the full ones of their block see all keys."""
     ids, full_from = np.ones((2, LENGTH), np.int32), np.array([[LENGTH - 40], [LENGTH - 10]], np.int32)
     q, k, v = arrays(6, 2, 1)
-    spoilt = {"k": k, "v": v} | {name: {"k": k, "v": v}[name].at[:, 70, 0, 3].set(np.nan)}
+    nonfinite = {"k": k, "v": v} | {name: {"k": k, "v": v}[name].at[:, 70, 0, 3].set(np.nan)}
     options = {"spec": AttentionSpec(24), "q_segment_ids": ids, "implementation": "tpu"}
 
     def dq(**more):
-        out, pullback = jax.vjp(lambda q: attention(q, spoilt["k"], spoilt["v"], **options, **more), q)
+        out, pullback = jax.vjp(lambda q: attention(q, nonfinite["k"], nonfinite["v"], **options, **more), q)
         return np.asarray(pullback(jnp.ones_like(out))[0])
 
     changed, window = dq(full_from=full_from), dq()

@@ -12,7 +12,7 @@ import pytest
 
 from pallas_kernels import AttentionSpec, attention, blocks, gpu, xla
 from pallas_kernels.gpu.operands import Tile
-from pallas_kernels.tpu import launches
+from pallas_kernels.tpu.calls import launches
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 SHAPE = (6, 128, 2, 64)

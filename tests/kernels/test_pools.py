@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import AttentionSpec, decode_attention
+from pallas_kernels.math.spec import PerHead, Pools
 from pallas_kernels.pools import attend_over_pools
-from pallas_kernels.spec import PerHead, Pools
 
 from .suite import Implementation
 from .tolerances import assert_close

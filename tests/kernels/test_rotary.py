@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import AttentionSpec, attention, routed_attention
-from pallas_kernels.rotary import Rotation, rotate
-from pallas_kernels.spec import Packing, PerHead, segment_positions
+from pallas_kernels.math.rotary import Rotation, rotate
+from pallas_kernels.math.spec import Packing, PerHead, segment_positions
 
 from .suite import IMPLEMENTATIONS, Implementation
 from .tolerances import assert_close

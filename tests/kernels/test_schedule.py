@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.blocks import Tiles
-from pallas_kernels.schedule import (
+from pallas_kernels.math.schedule import (
     Kind,
     bounds_of,
     fully_visible_by_row,
@@ -16,10 +16,10 @@ from pallas_kernels.schedule import (
     visited,
     visited_by_row,
 )
-from pallas_kernels.spec import AttentionSpec, coordinates, dense_mask
-from pallas_kernels.tpu.tiles import Call
-from pallas_kernels.tpu.walk import reach_of, seen_tiles
-from pallas_kernels.tpu.window import blocks_back, window_steps, window_tiles
+from pallas_kernels.math.spec import AttentionSpec, coordinates, dense_mask
+from pallas_kernels.tpu.schedule.pair_schedule import reach_of, seen_tiles
+from pallas_kernels.tpu.tile.tiles import Call
+from pallas_kernels.tpu.window.geometry import blocks_back, window_steps, window_tiles
 
 FAST = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 BLOCKS = st.sampled_from([1, 3, 7])  # few shapes, since JAX compiles its operations for each
@@ -130,13 +130,13 @@ def test_a_windowed_schedule_grows_with_the_length_not_its_square():
 def kind_by_force(window, outside, queries, keys) -> Kind:
     """From the distances of all pairs of a tile: nothing but the definition."""
     back = np.asarray(queries)[:, None] - np.asarray(keys)
-    later, beyond = back < 0, back >= (np.inf if window is None else window)
-    seen = ~later & (beyond if outside else ~beyond)
+    later, past = back < 0, back >= (np.inf if window is None else window)
+    seen = ~later & (past if outside else ~past)
     if seen.all() or not seen.any():
         return Kind.FULL if seen.all() else Kind.NONE
     if outside:  # a key that comes later is as unseen as one inside the window, and hidden by the same comparison
         return Kind.EDGE
-    return {(True, False): Kind.DIAGONAL, (False, True): Kind.EDGE}.get((later.any(), beyond.any()), Kind.BOTH)
+    return {(True, False): Kind.DIAGONAL, (False, True): Kind.EDGE}.get((later.any(), past.any()), Kind.BOTH)
 
 
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)

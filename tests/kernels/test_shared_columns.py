@@ -8,10 +8,10 @@ import pytest
 
 from pallas_kernels import AttentionSpec, attention
 from pallas_kernels.blocks import Tiles
-from pallas_kernels.tpu import launches
-from pallas_kernels.tpu.shared_columns import share_columns, shared_products, shared_values
-from pallas_kernels.tpu.tiles import Call as KernelCall
-from pallas_kernels.tpu.window import window_tiles
+from pallas_kernels.tpu.calls import launches
+from pallas_kernels.tpu.tile.tiles import Call as KernelCall
+from pallas_kernels.tpu.window.geometry import window_tiles
+from pallas_kernels.tpu.window.shared_columns import share_columns, shared_products, shared_values
 
 from .suite import Call, Implementation, assert_matches_reference
 from .tolerances import assert_close

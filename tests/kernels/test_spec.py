@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import AttentionSpec, segment_positions
-from pallas_kernels.spec import coordinates, visible
+from pallas_kernels.math.spec import coordinates, visible
 
 
 def picture(text):

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import AttentionSpec, attention, decode_attention, reference, routed_attention
+from pallas_kernels import AttentionSpec, attention, decode_attention, routed_attention
 from pallas_kernels.gpu import triton as gpu_triton
-from pallas_kernels.tpu import passes, routed
-from pallas_kernels.tpu import scheduled_backward as tpu_backward
-from pallas_kernels.tpu import window_backward_step as tpu_window_backward
-from pallas_kernels.tpu import window_forward_step as tpu_window_forward
+from pallas_kernels.math import reference
+from pallas_kernels.tpu.calls import passes, routed
+from pallas_kernels.tpu.schedule import scheduled_backward as tpu_backward
+from pallas_kernels.tpu.window import window_backward_step as tpu_window_backward
+from pallas_kernels.tpu.window import window_forward_step as tpu_window_forward
 
 from .suite import IMPLEMENTATIONS, Implementation, quick_jit, set_parallel_dimensions
 
@@ -175,12 +176,12 @@ def test_routed_backward(monkeypatch, name, gate):
 
         What the pass over the window found is not `added`, so that each pass shows what it touches itself.
         """
-        k, v = spoilt(k, 1), spoilt(v, 1)
-        arguments = launches, q, k, v, head_bias, where, full_heads, spoilt(dout, 2), statistics, num_active
+        k, v = nonfinite(k, 1), nonfinite(v, 1)
+        arguments = launches, q, k, v, head_bias, where, full_heads, nonfinite(dout, 2), statistics, num_active
         found.append(passes.backward(*arguments))
         return found[-1]
 
-    def spoilt(x, copy):  # [3 * BLOCKS, H, T, D]
+    def nonfinite(x, copy):  # [3 * BLOCKS, H, T, D]
         copies = x.swapaxes(1, 2).reshape(3, BLOCKS, T, *x.shape[1::2])
         return copies.at[copy].set(poisoned(copies[copy])).reshape(-1, *copies.shape[2:]).swapaxes(1, 2)
 
@@ -274,8 +275,8 @@ def test_routing_takes_the_steps_of_window_and_outside(monkeypatch):
         lambda q, k, v: routed_attention(q, k, v, jnp.ones((1, T)), spec, implementation="tpu")[0],
         *(q, k, v),
     )
-    beyond = np.asarray(AttentionSpec().mask(T) & ~spec.mask(T))
-    outside = beyond.reshape(1, BLOCKS, BLOCK, BLOCKS, BLOCK).any(axis=(2, 4))
+    past = np.asarray(AttentionSpec().mask(T) & ~spec.mask(T))
+    outside = past.reshape(1, BLOCKS, BLOCK, BLOCKS, BLOCK).any(axis=(2, 4))
     assert BLOCKS < used <= steps(needed(spec, {}, heads=4)) + 4 * steps(outside)
 
 

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.gpu.loop_bounds import Bounds, loop_bounds, tables
-from pallas_kernels.spec import AttentionSpec, coordinates, dense_mask
+from pallas_kernels.gpu.loop_bounds import LoopBounds, loop_bounds, tables
+from pallas_kernels.math.spec import AttentionSpec, coordinates, dense_mask
 
 FAST = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
 
 def visits(bounds) -> tuple[list[int], list[int]]:
     """The masked and the whole visits of one row of bounds, as a kernel would run through them."""
-    bounds = Bounds.read(lambda i: int(bounds[i]))
+    bounds = LoopBounds.read(lambda i: int(bounds[i]))
     return [int(bounds.block(i)) for i in range(bounds.num_masked)], list(range(*bounds.whole))
 
 

@@ -10,11 +10,12 @@ import pytest
 
 from pallas_kernels import AttentionSpec, attention
 from pallas_kernels.blocks import Tiles
-from pallas_kernels.spec import coordinates, dense_mask
-from pallas_kernels.tpu import launches, sink_gradients
-from pallas_kernels.tpu.packed_sinks import gather_sinks
-from pallas_kernels.tpu.tiles import Call as KernelCall
-from pallas_kernels.tpu.window import Cut, oldest_rows, packed_segments
+from pallas_kernels.math.spec import coordinates, dense_mask
+from pallas_kernels.tpu.calls import launches
+from pallas_kernels.tpu.tile.tiles import Call as KernelCall
+from pallas_kernels.tpu.window import sink_gradients
+from pallas_kernels.tpu.window.geometry import Cut, oldest_rows, packed_segments
+from pallas_kernels.tpu.window.packed_sinks import gather_sinks
 
 from .suite import Call, Implementation, assert_matches_reference
 
