@@ -8,7 +8,7 @@ from pallas_kernels.math.parts import join_sinks
 from pallas_kernels.math.ring import Ring, RowOrder, one_part
 from pallas_kernels.math.rotary import Rotation
 from pallas_kernels.math.spec import AttentionSpec, Coordinates, PerHead
-from pallas_kernels.tpu.calls.attend import attend
+from pallas_kernels.tpu.calls.attend import attend_to_keys
 from pallas_kernels.tpu.calls.launches import call_of
 from pallas_kernels.tpu.calls.routed import routed_attention
 from pallas_kernels.tpu.decode.decode import decode_attention
@@ -36,6 +36,6 @@ def attention(
         q, k, v = side_by_side(q, k, v)
     call = call_of(q, spec, one_part(ring, where), per_head, order)
     call, where = left_to_kernels(call, where, rotation)
-    out, lse = attend(call, q, k, v, where, per_head, ring, pairs)
+    out, lse = attend_to_keys(call, q, k, v, where, per_head, ring, pairs)
     out = out.reshape(shape)
     return join_sinks(out, lse, per_head.sink_logits)

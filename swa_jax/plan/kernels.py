@@ -13,8 +13,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.kernel_cycles import ROTATING, Call, Row, find_cost
-from pallas_kernels.tpu.tile.pairs import LANES, pairs_pay
+from pallas_kernels.kernel_cycles import ROTATING, MeasuredCall, Row, find_cost
+from pallas_kernels.math.spec import AttentionSpec
+from pallas_kernels.request import Device, Op, Request
+from pallas_kernels.tpu.calls.listing import as_launched
 from pallas_kernels.tpu.tile.rotation import rotates_queries
 from swa_jax.chips import CHIPS
 from swa_jax.model.config import ModelConfig
@@ -152,6 +154,14 @@ class _Reached:
         """Whether kernels rotate the queries."""
         return self.model.uses_rope and rotates_queries(self.model.head_dim)
 
+    def _request(self, what: str, window: int | None) -> Request:
+        """The call, as far as the sizes of its heads follow from it."""
+        model = self.model
+        op: Op = "routed_attention" if what == "routed" else "attention"
+        given = {"full_heads"} if HYBRID in self.pattern.layer_types else set()
+        sizes = 1, 1, 1, model.num_attention_heads, model.num_key_value_heads, model.head_dim, "bfloat16"
+        return Request(op, AttentionSpec(window), *sizes, Device("tpu", self.name), frozenset(given))
+
     def _share(self, what: str, which: str, rotated: bool) -> tuple[str, float | None]:
         """The call in words, and the share of the peak that its static cycles come to; None: not measured."""
         target, D = self.chip.target, self.model.head_dim
@@ -165,12 +175,10 @@ class _Reached:
         name = f"{function} ({', '.join(words)})"
         if sigmoid and what != "window":
             return name, None
-        heads, kv_heads = self.model.num_attention_heads, self.model.num_key_value_heads
-        group, size = heads // kv_heads, D
-        if what == "window" and HYBRID not in self.pattern.layer_types and pairs_pay(heads, kv_heads, D, window):
-            group, size = max(group, 2), LANES
+        launched = as_launched(self._request(what, window))
+        group = launched.heads // launched.kv_heads
         # Rows of training have segment ids.
-        cost = find_cost(Call(self.name, function, size, True, sinks, group), window, self.rows)
+        cost = find_cost(MeasuredCall(self.name, function, launched.head_dim, True, sinks, group), window, self.rows)
         if cost is None:
             return name, None
         seen = visible_keys(np.arange(cost.length), window if what == "window" else None, sinks).mean()

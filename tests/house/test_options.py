@@ -17,7 +17,7 @@ NOT_READ = {
     ("find_spec", "path"),  # Python's import
     ("find_spec", "target"),
     ("draw", "out_sharding"),  # Flax's initializers
-    ("_of_rows", "turned"),  # swa_jax/bench/tpu_kernels.py: all cases have them
+    ("_of_rows", "rotated"),  # swa_jax/bench/tpu_kernels.py: all cases have them
     ("_decoding", "H"),
     ("run", "attend_small"),
 }
@@ -29,6 +29,7 @@ ANOTHER = {
     ("Progress", "quiet"),
     ("Table", "rows"),
     ("_bench", "documents"),
+    ("plan", "batch_size"),
     ("run", "overrides"),
 }
 # (function, callee, option): the function decides.
@@ -42,9 +43,9 @@ DECIDED = {
     ("kl_scores", "AttentionPattern", "num_sink_tokens"),
     ("_linear", "Parameter", "matrix"),
     ("_linear", "Parameter", "output"),
-    ("scheduled_backward", "walk_over", "num_active"),
-    ("walk_over", "Walk", "few"),
-    ("_folded", "Walk", "packed"),
+    ("scheduled_backward", "make_schedule", "num_active"),
+    ("make_schedule", "PairSchedule", "listed"),
+    ("_folded", "PairSchedule", "packed"),
     ("masked", "_Scores", "value_sum"),
 }
 

@@ -17,7 +17,7 @@ from pallas_kernels.tpu.tile.rotation import multiplied
 from pallas_kernels.tpu.tile.tiles import Call
 
 
-def attend(
+def attend_to_keys(
     call: Call,
     q: jax.Array,  # [B, T, H, D]
     k: jax.Array,  # [B, S, K, D]

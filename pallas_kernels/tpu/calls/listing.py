@@ -49,8 +49,7 @@ def list_launches(request: Request) -> tuple[LaunchFacts, ...]:
     """Those of the forward pass, then those of the backward pass."""
     if request.op == "decode_attention":
         return (_decode(request),)
-    if request.op == "attention":
-        request = _in_pairs(request)
+    request = as_launched(request)
     given = request.head_dim, jnp.dtype(request.dtype), request.device.kind, "full_heads" in request.given
     where = request.abstract_coordinates()
     call = make_call(
@@ -80,11 +79,12 @@ def _attention(call: Call, where: Coordinates, head_dim: int, dtype, kind: str, 
     return attention_launches(call, where, head_dim, dtype, kind, some_full_heads)
 
 
-def _in_pairs(request: Request) -> Request:
-    """The call as its kernels get it: see `pairs`."""
+def as_launched(request: Request) -> Request:
+    """The call with the heads that its kernels get: heads of 64 may go in `pairs`."""
     heads, kv_heads = request.heads, request.kv_heads
-    some_full = "full_heads" in request.given
-    if some_full or not pairs_pay(heads, kv_heads, request.head_dim, request.spec.window):
+    if request.op != "attention" or "full_heads" in request.given:
+        return request
+    if not pairs_pay(heads, kv_heads, request.head_dim, request.spec.window):
         return request
     kv_heads = kv_heads // 2 if heads == kv_heads else kv_heads
     return dataclasses.replace(request, kv_heads=kv_heads, head_dim=LANES)

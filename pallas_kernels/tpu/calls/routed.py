@@ -24,7 +24,7 @@ from pallas_kernels.math.parts import members, merge, mix, named, natural_lse, r
 from pallas_kernels.math.ring import Ring, RowOrder, attend_to_all, gradients_of_all, one_part
 from pallas_kernels.math.rotary import Rotation
 from pallas_kernels.math.spec import AttentionSpec, Coordinates, PerHead
-from pallas_kernels.tpu.calls.attend import attend
+from pallas_kernels.tpu.calls.attend import attend_to_keys
 from pallas_kernels.tpu.calls.launches import (
     Launches,
     RoutedLaunches,
@@ -75,7 +75,7 @@ def routed_attention(
     calls = inference_calls(call_of(q, spec, one_part(ring, where), per_head, order))
 
     def part(q, where, outside):
-        return attend(calls[outside], q, k, v, where, per_head, ring)
+        return attend_to_keys(calls[outside], q, k, v, where, per_head, ring)
 
     return route(part, q, gate, where, per_head.sink_logits, inference=True)
 
