@@ -25,6 +25,7 @@ from pallas_kernels.math.spec import (
     Coordinates,
     Packing,
     PerHead,
+    PerHeadOptions,
     coordinates,
     with_keywords,
 )
@@ -91,7 +92,7 @@ def attention(
     """
     if return_lse and spec.activation == "sigmoid":
         raise ValueError("return_lse is True with activation 'sigmoid', which has no log-sum-exp; leave it False.")
-    per_head, packing = with_keywords(per_head, packing, options)
+    per_head, packing = with_keywords(options, per_head, packing)
     check_qkv(q, k, v, ("q", "k", "v"))
     per_head = checked_per_head(q, k, spec, per_head)
     packing = checked_packing(q, _kv_length(k, ring), spec, packing)
@@ -140,7 +141,7 @@ def routed_attention(
       ValueError: as in `attention`; also if `spec.window` is None.
       NotImplementedError: as in `attention`.
     """
-    per_head, packing = with_keywords(per_head, packing, options)
+    per_head, packing = with_keywords(options, per_head, packing)
     check_qkv(q, k, v, ("q", "k", "v"))
     if spec.window is None:
         raise ValueError("spec.window is None, but routed_attention needs a window for its window branch.")
@@ -172,7 +173,7 @@ def decode_attention(
     full_from: jax.Array | None = None,
     per_head: PerHead = _NO_PER_HEAD,
     implementation: Implementation | None = None,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[PerHeadOptions],
 ) -> jax.Array:
     """Attention of the newest tokens of each sequence over its cache, which already holds their keys and values.
 
@@ -196,9 +197,7 @@ def decode_attention(
       ValueError: as in `attention`; also if T is above 8 or the spec is not causal.
       NotImplementedError: as in `attention`.
     """
-    if wrong := options.keys() & {*Packing._fields}:
-        raise TypeError(f"{min(wrong)} is no keyword of decode_attention, which has lengths and kv_positions instead.")
-    per_head, packing = with_keywords(per_head, _NO_PACKING, options)
+    (per_head,) = with_keywords(options, per_head)
     check_qkv(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
     per_head = checked_per_head(q, k_cache, spec, per_head)
     batch, q_length = q.shape[:2]
@@ -221,7 +220,7 @@ def decode_attention(
     kv_positions = jnp.arange(kv_length, dtype=jnp.int32)[None] if kv_positions is None else jnp.asarray(kv_positions)
     first = 0 if starts is None else jnp.asarray(starts)[:, None]
     kv_positions = jnp.where((kv_positions >= first) & (kv_positions < lengths), kv_positions, -1)  # [B, S]
-    packing = packing._replace(q_positions=q_positions, kv_positions=kv_positions, full_from=full_from)
+    packing = Packing(q_positions=q_positions, kv_positions=kv_positions, full_from=full_from)
     where = coordinates(q_length, kv_length, **packing._asdict())
     backend = _backend("decode_attention", q, k_cache, spec, per_head, packing, implementation)
     q, per_head = _scaled(q, per_head, backend)
@@ -339,8 +338,8 @@ _only_forward.defvjp(lambda arrays: (arrays, None), _refuse_backward)
 
 def _nan_where_unassigned(out: jax.Array, where: Coordinates, full_from) -> jax.Array:
     """Marks rows whose segment has no column in `full_from`: under tracing that cannot raise."""
-    if full_from is None or where.q_seg is None:
+    if full_from is None or where.q_segment_ids is None:
         return out
     columns = jnp.shape(full_from)[1] if jnp.ndim(full_from) == 2 else 1
-    unassigned = (where.q_seg > columns) | (where.q_seg < 0)
+    unassigned = (where.q_segment_ids > columns) | (where.q_segment_ids < 0)
     return jnp.where(unassigned[:, :, None, None], jnp.nan, out)

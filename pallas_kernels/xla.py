@@ -334,11 +334,11 @@ class _BlockPair:
 
     def mask(self, row: _QueryBlock, kv: _Keys) -> jax.Array:
         """[B, 1, 1, bq, bk] bool, B being 1 when all rows of the batch agree."""
-        q_pos, q_seg, full = (None if x is None else x[:, :, None] for x in (row.pos, row.seg, row.full))
-        kv_pos, kv_seg = (None if x is None else x[:, None, :] for x in (kv.pos, kv.seg))
-        seen = visible(self.spec, q_pos, kv_pos, q_seg, kv_seg, full)
+        q_pos, q_segment_ids, full = (None if x is None else x[:, :, None] for x in (row.pos, row.seg, row.full))
+        kv_pos, kv_segment_ids = (None if x is None else x[:, None, :] for x in (kv.pos, kv.seg))
+        seen = visible(self.spec, q_pos, kv_pos, q_segment_ids, kv_segment_ids, full)
         if self.outside:
-            seen = visible(self.spec.full, q_pos, kv_pos, q_seg, kv_seg) & ~seen
+            seen = visible(self.spec.full, q_pos, kv_pos, q_segment_ids, kv_segment_ids) & ~seen
         return seen[:, None, None]
 
 
@@ -356,8 +356,8 @@ def _cut(static: _XlaStatic, q, k, v, where: Coordinates) -> tuple[_QueryBlock, 
         kv_pos=kv_side(where.kv_pos, -1),
         q_order=q_side(where.q_order, -1),
         kv_order=kv_side(where.kv_order, -1),
-        q_seg=q_side(where.q_seg, 0),
-        kv_seg=kv_side(where.kv_seg, 0),
+        q_segment_ids=q_side(where.q_segment_ids, 0),
+        kv_segment_ids=kv_side(where.kv_segment_ids, 0),
         full_rows=q_side(where.full_rows, False),
     )
     schedule = make_schedule(static.spec, where, static.q_block, static.kv_block, outside=static.outside)
@@ -370,12 +370,12 @@ def _cut(static: _XlaStatic, q, k, v, where: Coordinates) -> tuple[_QueryBlock, 
         finite(rows),
         nan_marks(rows),
         blocks(where.q_pos),
-        blocks(where.q_seg),
+        blocks(where.q_segment_ids),
         blocks(where.full_rows),
         schedule.blocks,
         schedule.counts,
     )
-    keys = _Keys(finite(k), finite(v), nan_marks(k, v), where.kv_pos, where.kv_seg)
+    keys = _Keys(finite(k), finite(v), nan_marks(k, v), where.kv_pos, where.kv_segment_ids)
     return queries, jax.tree.map(
         lambda x: (x := _pad(x, static.kv_block, 0)).reshape(x.shape[0], -1, static.kv_block, *x.shape[2:]), keys
     )

@@ -276,8 +276,8 @@ def _operands(
         q,
         k,
         v,
-        Side(where.q_pos, where.q_seg, full),
-        Side(where.kv_pos, where.kv_seg),
+        Side(where.q_pos, where.q_segment_ids, full),
+        Side(where.kv_pos, where.kv_segment_ids),
         heads,
         _bounds(static, tile, where, heads.full_heads is not None, active, by_key),
         dout,
@@ -301,8 +301,8 @@ def _blocked(where: Coordinates, tile: Tile) -> Coordinates:
         kv_pos=side(where.kv_pos, tile.kv_block, -1),
         q_order=side(where.q_order, tile.q_block, -1),
         kv_order=side(where.kv_order, tile.kv_block, -1),
-        q_seg=side(where.q_seg, tile.q_block, 0),
-        kv_seg=side(where.kv_seg, tile.kv_block, 0),
+        q_segment_ids=side(where.q_segment_ids, tile.q_block, 0),
+        kv_segment_ids=side(where.kv_segment_ids, tile.kv_block, 0),
         full_rows=side(where.full_rows, tile.q_block, False),
     )
 

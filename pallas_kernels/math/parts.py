@@ -50,7 +50,7 @@ def route(
     window, window_lse = part(q, where, False)
 
     order, inverse = front(gate != 0)
-    rows = {name: getattr(where, name) for name in ("q_pos", "q_order", "q_seg", "full_rows")}
+    rows = {name: getattr(where, name) for name in ("q_pos", "q_order", "q_segment_ids", "full_rows")}
     rows = jax.tree.map(lambda x: permute(jnp.broadcast_to(x, order.shape), order, inverse), rows)
     if inference:
         rows["q_pos"] = jnp.where(permute(gate, order, inverse) == 0, -1, rows["q_pos"])

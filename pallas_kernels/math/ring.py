@@ -108,8 +108,8 @@ class Ring(NamedTuple):
             length = x.shape[1] // self.devices
             return lax.dynamic_slice_in_dim(x, holder * length, length, axis=1)
 
-        kv_seg = None if where.kv_seg is None else part(where.kv_seg)
-        return where._replace(kv_pos=part(where.kv_pos), kv_order=part(where.kv_order), kv_seg=kv_seg)
+        kv_segment_ids = None if where.kv_segment_ids is None else part(where.kv_segment_ids)
+        return where._replace(kv_pos=part(where.kv_pos), kv_order=part(where.kv_order), kv_segment_ids=kv_segment_ids)
 
 
 def one_part(ring: Ring | None, where: Coordinates) -> Coordinates:

@@ -106,12 +106,12 @@ def visited_by_row(
     """`visited`, for each row of the batch: [B or 1, nq, nk] bool."""
     q_real, kv_real = where.q_pos >= 0, where.kv_pos >= 0
     q_full = jnp.zeros_like(q_real) if where.full_rows is None else q_real & where.full_rows
-    kv = _extent(where.kv_order, where.kv_seg, kv_real, kv_block)
+    kv = _extent(where.kv_order, where.kv_segment_ids, kv_real, kv_block)
     if spec.window is None:
-        table = _reachable(spec, _extent(where.q_order, where.q_seg, q_real, q_block), kv)
+        table = _reachable(spec, _extent(where.q_order, where.q_segment_ids, q_real, q_block), kv)
         return jnp.zeros_like(table) if outside else table
 
-    q = _extent(where.q_order, where.q_seg, q_real & ~q_full, q_block)
+    q = _extent(where.q_order, where.q_segment_ids, q_real & ~q_full, q_block)
     back = (q.least[:, :, None] - kv.greatest[:, None, :], q.greatest[:, :, None] - kv.least[:, None, :])
     near, past = back[0] < spec.window, back[1] >= spec.window
     if not spec.causal:
@@ -121,9 +121,9 @@ def visited_by_row(
     table = _reachable(spec, q, kv) & near
     if spec.num_sink_tokens:
         is_sink = kv_real & (where.kv_pos < spec.num_sink_tokens)
-        table |= _reachable(spec, q, _extent(where.kv_order, where.kv_seg, is_sink, kv_block))
+        table |= _reachable(spec, q, _extent(where.kv_order, where.kv_segment_ids, is_sink, kv_block))
     if where.full_rows is not None:
-        table |= _reachable(spec, _extent(where.q_order, where.q_seg, q_full, q_block), kv)
+        table |= _reachable(spec, _extent(where.q_order, where.q_segment_ids, q_full, q_block), kv)
     return table
 
 
@@ -147,8 +147,8 @@ def fully_visible_by_row(
     q, kv = (
         _extent(order, segments, jnp.ones_like(position, bool), block)
         for order, segments, position, block in (
-            (where.q_order, where.q_seg, where.q_pos, q_block),
-            (where.kv_order, where.kv_seg, where.kv_pos, kv_block),
+            (where.q_order, where.q_segment_ids, where.q_pos, q_block),
+            (where.kv_order, where.kv_segment_ids, where.kv_pos, kv_block),
         )
     )
 
@@ -159,7 +159,7 @@ def fully_visible_by_row(
         return member.reshape(member.shape[0], -1, kv_block).all(axis=-1)[:, None, :]
 
     seen = every_query(where.q_pos >= 0) & every_key(where.kv_pos >= 0)
-    if where.q_seg is not None:
+    if where.q_segment_ids is not None:
         seen &= (q.least_segment == q.greatest_segment)[:, :, None]
         seen &= (kv.least_segment == kv.greatest_segment)[:, None]
         seen &= q.least_segment[:, :, None] == kv.least_segment[:, None, :]

@@ -20,6 +20,7 @@ predicate wants.
 import dataclasses
 import difflib
 import operator
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, TypedDict
 
 import jax
@@ -121,14 +122,14 @@ def _integer(name: str, value, at_least: int) -> int:
     return number
 
 
-def visible(spec: AttentionSpec, q_pos, kv_pos, q_seg=None, kv_seg=None, full_rows=None):
+def visible(spec: AttentionSpec, q_pos, kv_pos, q_segment_ids=None, kv_segment_ids=None, full_rows=None):
     """Whether each key is visible to each query; element-wise, so arguments only need to broadcast together.
 
     Args:
       spec: window, num_sink_tokens and causal are read.
       q_pos, kv_pos: integer positions, counted from 0 at the first real token of the segment; a negative position
         is an empty slot or padding, which neither sees nor is seen. A tile passes [..., bq, 1] and [..., 1, bk].
-      q_seg, kv_seg: integer segment ids, or None for one segment; 0 is padding.
+      q_segment_ids, kv_segment_ids: integer segment ids, or None for one segment; 0 is padding.
       full_rows: bool per query, or None: rows that see past the window (still causal, still their own segment).
 
     Returns:
@@ -136,8 +137,8 @@ def visible(spec: AttentionSpec, q_pos, kv_pos, q_seg=None, kv_seg=None, full_ro
     """
     seen = kv_pos >= 0
     seen = seen & ((kv_pos <= q_pos) if spec.causal else (q_pos >= 0))
-    if q_seg is not None:
-        seen = seen & (q_seg == kv_seg) & (kv_seg != 0)
+    if q_segment_ids is not None:
+        seen = seen & (q_segment_ids == kv_segment_ids) & (kv_segment_ids != 0)
     if spec.window is None:
         return seen
     allowed = q_pos - kv_pos < spec.window
@@ -170,14 +171,19 @@ class Packing(NamedTuple):
     full_from: jax.Array | None = None  # [B] or [B, segments]
 
 
-class AttentionOptions(TypedDict, total=False):
-    """The fields of `PerHead` and `Packing`, as keywords of the public functions."""
+class PerHeadOptions(TypedDict, total=False):
+    """The fields of `PerHead`, as keywords of the public functions."""
 
     alibi_slopes: jax.Array | None
     sigmoid_bias: jax.Array | float | None
     sink_logits: jax.Array | None
     full_heads: jax.Array | None
     logit_scales: jax.Array | None
+
+
+class AttentionOptions(PerHeadOptions, total=False):
+    """Those of `Packing` too."""
+
     q_segment_ids: jax.Array | None
     kv_segment_ids: jax.Array | None
     q_positions: jax.Array | None
@@ -185,21 +191,19 @@ class AttentionOptions(TypedDict, total=False):
     full_from: jax.Array | None
 
 
-def with_keywords(per_head: PerHead, packing: Packing, options: AttentionOptions) -> tuple[PerHead, Packing]:
-    """The two values with the keywords put in.
+def with_keywords(options: Mapping[str, Any], *values: Any) -> tuple[Any, ...]:
+    """Values such as `PerHead`, with the options put in that are fields of theirs.
 
     Raises:
-      TypeError: a keyword is no field of either; the sentence names the nearest one.
+      TypeError: an option is no field of any; the sentence names the nearest one.
     """
+    known = [name for value in values for name in value._fields]
     for name in options:
-        if name not in AttentionOptions.__annotations__:
-            nearest = difflib.get_close_matches(name, AttentionOptions.__annotations__, n=1)
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {nearest[0]}?" if nearest else "."
             raise TypeError(f"{name} is no keyword of this function{hint}")
-    return tuple(  # type: ignore[return-value]
-        value._replace(**{name: x for name, x in options.items() if name in value._fields})
-        for value in (per_head, packing)
-    )
+    return tuple(x._replace(**{name: y for name, y in options.items() if name in x._fields}) for x in values)
 
 
 class Coordinates(NamedTuple):
@@ -214,8 +218,8 @@ class Coordinates(NamedTuple):
     kv_pos: jax.Array  # [B, S] int32, -1 where padding
     q_order: jax.Array  # [B, T] int32
     kv_order: jax.Array  # [B, S] int32
-    q_seg: jax.Array | None = None  # [B, T] int32
-    kv_seg: jax.Array | None = None  # [B, S] int32
+    q_segment_ids: jax.Array | None = None  # [B, T] int32
+    kv_segment_ids: jax.Array | None = None  # [B, S] int32
     full_rows: jax.Array | None = None  # [B, T] bool
     # [B, T, D] f32, of queries that are still to be rotated: `Rotation.cos` and `sin`
     q_cos: jax.Array | None = None
@@ -255,18 +259,20 @@ def coordinates(
         )
     )
     order = (_index(q_length), _index(kv_length)) if indexed else (q_pos, kv_pos)
-    q_seg, kv_seg = (None if ids is None else jnp.asarray(ids, jnp.int32) for ids in (q_segment_ids, kv_segment_ids))
+    q_segment_ids, kv_segment_ids = (
+        None if ids is None else jnp.asarray(ids, jnp.int32) for ids in (q_segment_ids, kv_segment_ids)
+    )
     full_rows = None
     if full_from is not None:
         full_from = jnp.asarray(full_from, jnp.int32)
         full_from = full_from.reshape(full_from.shape[0], -1)  # [B, segments]
-        if q_seg is None:
+        if q_segment_ids is None:
             first_full = full_from[:, :1]
         else:
-            column = jnp.clip(q_seg - 1, 0, full_from.shape[1] - 1)
+            column = jnp.clip(q_segment_ids - 1, 0, full_from.shape[1] - 1)
             first_full = jnp.take_along_axis(full_from, column, axis=1)
         full_rows = (q_pos >= first_full) & (q_pos >= 0)
-    return Coordinates(q_pos, kv_pos, *order, q_seg, kv_seg, full_rows)
+    return Coordinates(q_pos, kv_pos, *order, q_segment_ids, kv_segment_ids, full_rows)
 
 
 def _index(length: int) -> jax.Array:
@@ -304,5 +310,10 @@ def dense_mask(spec: AttentionSpec, where: Coordinates) -> jax.Array:
         return None if array is None else array[:, None, :]
 
     return visible(
-        spec, row(where.q_pos), column(where.kv_pos), row(where.q_seg), column(where.kv_seg), row(where.full_rows)
+        spec,
+        row(where.q_pos),
+        column(where.kv_pos),
+        row(where.q_segment_ids),
+        column(where.kv_segment_ids),
+        row(where.full_rows),
     )

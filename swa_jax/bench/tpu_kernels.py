@@ -247,7 +247,7 @@ def executions(name: str, kind: str, **shape) -> dict[str, Executions]:
     launches = _launches(call, where, D, dtype, tiles, kind=kind, alone=not hybrid)
     windowed = H if rho is None else round(rho * K) * H // K
     served = {"all": H, "windowed": windowed, "full": H - windowed}
-    counts = {}
+    counts = dict[str, Executions]()
     for launch in launches.backward if backward else launches.forward:
         heads = served[launch.heads]
         if launch.listed:
@@ -313,7 +313,7 @@ def _scheduled(call: Call, where: Coordinates, heads: int, backward: bool) -> di
     block, num_blocks = call.tiles.q_block, where.kv_order.shape[1] // call.tiles.q_block
     rows = (np.asarray(where.q_order)[0, ::block] // block).tolist()  # which blocks of the row they are
     runs: Counter[int] = Counter()  # of the bodies, by the pairs of tokens that they compute, mask included
-    packed = None if where.q_seg is None else documents_of(where, block)
+    packed = None if where.q_segment_ids is None else documents_of(where, block)
 
     def bounds(row: int, small: int | None = None) -> tuple[int, int]:
         if packed is None:
@@ -375,8 +375,8 @@ def of_first_device(where: Coordinates, context: int) -> Coordinates:
         kv_pos=held(where.kv_pos),
         q_order=held(where.q_order, context),
         kv_order=held(where.kv_order),
-        q_seg=held(where.q_seg, context),
-        kv_seg=held(where.kv_seg),
+        q_segment_ids=held(where.q_segment_ids, context),
+        kv_segment_ids=held(where.kv_segment_ids),
     )
 
 
@@ -449,8 +449,8 @@ def _bench(
         full_heads = None if rho is None else jnp.arange(K) >= round(rho * K)
         kind = device_kind()
         if branches:
-            launches = routed_launches(call, where, D, dtype, kind, not alone)
-            return both_branches(launches, q, k, v, head_bias, where, full_heads)
+            routed = routed_launches(call, where, D, dtype, kind, not alone)
+            return both_branches(routed, q, k, v, head_bias, where, full_heads)
         launches = _launches(call, where, D, dtype, tiles, kind=kind, alone=alone)
         if not backward:
             return passes.forward(launches.forward, q, k, v, head_bias, where, full_heads)

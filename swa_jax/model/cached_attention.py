@@ -86,7 +86,7 @@ def decode_layer(call: LayerCall, layout: CacheLayout, context: AttentionContext
 
     def here(call: LayerCall) -> tuple[jax.Array, CachePools]:
         cache, place, step = call.cache, call.place, call.at
-        if call.k is not None:
+        if call.k is not None and call.v is not None:
             cache = CachePools(
                 k_whole=write_token(cache.k_whole, place.whole_slots, call.k, step.whole_entries),
                 v_whole=write_token(cache.v_whole, place.whole_slots, call.v, step.whole_entries),
@@ -290,7 +290,8 @@ def _call_specs(partition: Partition, *batch: str) -> LayerCall:
     rows, tokens = partition.spec(*batch), partition.spec(*(batch or (None,)), None, "heads", None)
     place, plan = _layer_specs(partition)
     heads, caches = dimension_specs(PerHead, partition), _cache_specs(partition)
-    return LayerCall(heads, tokens, tokens, tokens, tokens, rows, caches, place, plan, rows, rows)
+    lie: list[Any] = [heads, *[tokens] * 4, rows, caches, place, plan, rows, rows]
+    return LayerCall(*lie)
 
 
 def _extend_here(call: LayerCall, layout: CacheLayout, context: AttentionContext) -> tuple[jax.Array, CachePools]:
@@ -312,6 +313,7 @@ def _chunk_over_pools(call: LayerCall, layout: CacheLayout, context: AttentionCo
     """
     heads, q, k, v, _, gate, cache, place, plan, _, chunk = call
     assert k is not None
+    assert v is not None
     length, kv_heads, size = k.shape[1:]
     group = q.shape[2] // kv_heads
     whole = Pools(cache.k_whole, cache.v_whole, place.whole_slots)

@@ -47,7 +47,7 @@ def in_row_order(x: jax.Array, pieces: int) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class DevicePart:
     """What one device holds, inside shard_map; a row is split in `pieces` along the mesh axis `axis`."""
 
     axis: str
@@ -84,7 +84,7 @@ class Place:
         return length if self.zigzag else length * (self.pieces - 1) - 1
 
 
-def from_left(x: jax.Array, reach: int, place: Place) -> jax.Array:
+def from_left(x: jax.Array, reach: int, place: DevicePart) -> jax.Array:
     """The `reach` tokens left of each of a device's chunks; zeros (segment id 0) left of the row's start.
 
     Args:
@@ -106,7 +106,7 @@ def from_left(x: jax.Array, reach: int, place: Place) -> jax.Array:
     return jnp.concatenate(fetched, axis=1)
 
 
-def _into_both_chunks(x: jax.Array, reach: int, place: Place) -> jax.Array:
+def _into_both_chunks(x: jax.Array, reach: int, place: DevicePart) -> jax.Array:
     """The early chunks' neighbours are to the left on the mesh, the late ones' to the right; at its end they meet."""
     n = place.pieces
     ends = x.reshape(x.shape[0], 2, -1, *x.shape[2:])[:, :, -reach:]  # [B, 2, reach, ...]

@@ -46,8 +46,8 @@ def by_device(order: RowOrder, ids, attend, *arrays: jax.Array) -> jax.Array:
             kv_pos=whole.kv_pos[:, held],
             q_order=index[:, queries],
             kv_order=index[:, held],
-            q_seg=None if ids is None else whole.q_seg[:, queries],
-            kv_seg=None if ids is None else whole.kv_seg[:, held],
+            q_segment_ids=None if ids is None else whole.q_segment_ids[:, queries],
+            kv_segment_ids=None if ids is None else whole.kv_segment_ids[:, held],
         )
         keys = (x[:, held] for x in arrays[:2])
         parts.append(attend(*keys, *(x[:, queries] for x in arrays[2:]), where))

@@ -181,6 +181,12 @@ def test_mask(spec, options, expected):
 def test_a_full_head_sees_everything_causal():
     spec = AttentionSpec(window=2, num_sink_tokens=1)
     np.testing.assert_array_equal(spec.full.mask(8)[0], picture(CAUSAL))
+    assert spec.full == AttentionSpec()
+
+
+def test_the_scale_is_that_of_the_size_of_a_head_unless_it_is_given():
+    assert AttentionSpec().scale_for(64) == 1 / 8
+    assert AttentionSpec(scale=0.3).scale_for(64) == 0.3
 
 
 def test_queries_of_a_chunk():

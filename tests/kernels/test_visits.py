@@ -89,7 +89,7 @@ def test_whole_blocks_are_visible_throughout(call, outside):
     assert not (blocks.any(axis=(2, 4)) & ~table).any()
     visible = blocks.all(axis=(2, 4))
     assert not (whole & ~visible).any()
-    if where.q_seg is None and where.full_rows is None and not spec.num_sink_tokens:
+    if where.q_segment_ids is None and where.full_rows is None and not spec.num_sink_tokens:
         np.testing.assert_array_equal(whole, visible)
 
 

@@ -139,7 +139,7 @@ def attention_launches(
         tiles = backward_tiles(call.tiles, kind, head_dim, call.spec.window)
         window = dataclasses.replace(call, tiles=tiles)
         forward, backward = [Launch("window_forward", call, windowed)], [Launch("window_backward", window, windowed)]
-        if call.spec.num_sink_tokens and where.q_seg is not None:
+        if call.spec.num_sink_tokens and where.q_segment_ids is not None:
             backward.append(Launch("window_sink_gradients", window))
         if where.full_rows is not None:
             outside, listed = outside_forward(call, kv_length, head_dim, dtype)

@@ -26,7 +26,7 @@ def pad_queries(where: Coordinates, tiles: Tiles) -> Coordinates:
     return where._replace(
         q_pos=pad(where.q_pos, tiles.q_block, 1, -1),
         q_order=pad(where.q_order, tiles.q_block, 1, -1),
-        q_seg=pad(where.q_seg, tiles.q_block, 1, 0),
+        q_segment_ids=pad(where.q_segment_ids, tiles.q_block, 1, 0),
         full_rows=pad(where.full_rows, tiles.q_block, 1, False),
         q_cos=pad(where.q_cos, tiles.q_block, 1, 0),
         q_sin=pad(where.q_sin, tiles.q_block, 1, 0),
@@ -37,7 +37,7 @@ def pad_keys(where: Coordinates, tiles: Tiles) -> Coordinates:
     return where._replace(
         kv_pos=pad(where.kv_pos, tiles.kv_block, 1, -1),
         kv_order=pad(where.kv_order, tiles.kv_block, 1, -1),
-        kv_seg=pad(where.kv_seg, tiles.kv_block, 1, 0),
+        kv_segment_ids=pad(where.kv_segment_ids, tiles.kv_block, 1, 0),
     )
 
 

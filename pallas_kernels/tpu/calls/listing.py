@@ -147,7 +147,7 @@ def _padded(request: Request, call: Call) -> Request:
 def _schedule_grid(padded: Request, call: Call, resident: bool, *, flush: bool, branches: bool = False) -> tuple:
     where = padded.abstract_coordinates()
     if has_default_positions(call, where):
-        where = where._replace(q_seg=None, kv_seg=None)  # documents change no grid
+        where = where._replace(q_segment_ids=None, kv_segment_ids=None)  # documents change no grid
         return make_schedule(call, where, resident=resident, flush=flush, only_plain=branches).grid
     if not resident:
         return (_VARIES,)

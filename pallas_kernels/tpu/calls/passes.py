@@ -64,7 +64,7 @@ def backward(
         call, cotangents = one.call, (dout, statistics)
         arrays = q, k, v, head_bias, of_full_rows(where) if one.full_rows else where, served[one.heads]
         if one.kernel == "window_backward":
-            segments = None if where.q_seg is None else packed_segments(call, where)
+            segments = None if where.q_segment_ids is None else packed_segments(call, where)
             results = window_backward(call, *arrays, *cotangents, segments, results)
         elif one.kernel == "window_sink_gradients":
             results = add_to_sinks(call, segments, results)

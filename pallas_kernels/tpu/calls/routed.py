@@ -250,10 +250,10 @@ def _coordinates_of_rows(
       order: [B, T] indices of the queries.
       is_active: [B, T], of the gathered rows: the others are not visited.
     """
-    names = ("q_pos", "q_order", "q_seg", "full_rows")
+    names = ("q_pos", "q_order", "q_segment_ids", "full_rows")
     given = {name: x for name in names if (x := getattr(where, name)) is not None}
     rows = {"q_pos": order, "q_order": order}
-    if call.indexed and where.q_seg is None:  # positions and all
+    if call.indexed and where.q_segment_ids is None:  # positions and all
         indices = dict.fromkeys(("q_pos", "q_order"), np.arange(order.shape[1], dtype=np.int32)[None])
         given = {} if where.full_rows is None else given | indices
     # As columns of one array: gathers of single numbers are slow, and those of one row may not compile for v6e.

@@ -130,7 +130,7 @@ def make_schedule(
         shared = None if call.order is None else Shared(call.order, num_columns)
         reach = reach_of(call, num_columns)
         fresh = 0 if reach.partly[:1] == [0] else None
-        packed = None if where.q_seg is None else _packed(call, where, only_plain, shared)
+        packed = None if where.q_segment_ids is None else _packed(call, where, only_plain, shared)
         if not resident:
             schedule = _folded(call, reach, num_rows, flush, packed)
             return schedule._replace(fresh=fresh, packed=packed)

@@ -115,7 +115,9 @@ def _seeing(where: Coordinates, block: int) -> Coordinates:
         x = jnp.broadcast_to(jnp.asarray(x), where.q_pos.shape).reshape(by_block.shape)
         return jnp.where(by_block < 0, jnp.take_along_axis(x, last, axis=2), x).reshape(where.q_pos.shape)
 
-    return where._replace(q_pos=filled(where.q_pos), q_order=filled(where.q_order), q_seg=filled(where.q_seg))
+    return where._replace(
+        q_pos=filled(where.q_pos), q_order=filled(where.q_order), q_segment_ids=filled(where.q_segment_ids)
+    )
 
 
 def _range(table: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -91,7 +91,7 @@ def scheduled_backward(
         Those are left out, and the results are these arrays, changed in place; VMEM must hold all keys.
     """
     run = functools.partial(_sweep, call, q, head_bias, heads, dout, statistics)
-    chunks, keys_too = key_chunks(call, *k.shape[2:], k.dtype.itemsize)
+    chunks, keys_too = key_chunks(call, k.shape[2], k.shape[3], k.dtype.itemsize)
     if len(chunks) == 1:
         schedule = make_schedule(
             call, where, resident=keys_too, flush=True, num_active=num_active, listed=bool(listed_results)
@@ -103,7 +103,7 @@ def scheduled_backward(
         here = where._replace(
             kv_pos=where.kv_pos[:, keys],
             kv_order=where.kv_order[:, keys],
-            kv_seg=None if where.kv_seg is None else where.kv_seg[:, keys],
+            kv_segment_ids=None if where.kv_segment_ids is None else where.kv_segment_ids[:, keys],
         )
         schedule = make_schedule(dataclasses.replace(call, indexed=False, order=None), here, resident=False, flush=True)
         # Of what is there already, the gradients by query are in the first part of the sum.
@@ -200,7 +200,7 @@ def _sweep(
     in_place = {len(inputs) + i: output for i, output in zip(range(len(listed_results)), (0, 3), strict=False)}
     inputs += listed_results
     in_specs += [out_specs[output] for output in in_place.values()]
-    has = where.q_seg is not None and schedule.is_list, where.full_rows is not None
+    has = where.q_segment_ids is not None and schedule.is_list, where.full_rows is not None
     return launch(
         call,
         functools.partial(_kernel, call, schedule, *has, len(added), len(listed_results), group),

@@ -144,7 +144,7 @@ def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches
         scratch += [pltpu.VMEM((num_rows, LANES), jnp.float32)] * 2
     if listed:
         scratch += scratch_of(num_rows, q, call.result_dtype(q))
-    has_segments = where.q_seg is not None and schedule.is_list
+    has_segments = where.q_segment_ids is not None and schedule.is_list
     static = ForwardStatic(call, schedule, has_segments, where.full_rows is not None, branches, len(initial))
     return launch(
         call,

@@ -135,7 +135,7 @@ def describe_tokens(where: Coordinates) -> Tokens:
         return jnp.stack(given + [jnp.zeros_like(given[0])] * (8 - len(given)), axis=1)
 
     q_pos, kv_pos = jnp.asarray(where.q_pos), jnp.asarray(where.kv_pos)
-    return Tokens(rows(q_pos, where.q_seg, where.full_rows), rows(kv_pos, where.kv_seg))
+    return Tokens(rows(q_pos, where.q_segment_ids, where.full_rows), rows(kv_pos, where.kv_segment_ids))
 
 
 def by_head(head_bias: jax.Array) -> jax.Array:
@@ -164,12 +164,12 @@ def tile_mask(call: Call, has_segments: bool, has_full_rows: bool, query, key, s
         key_pos = jnp.where(key[0] < 0, jnp.iinfo(jnp.int32).max, key[0])
         seen = spread(key_pos) <= spread(query[0] - spec.window)
         return seen & (spread(query[1]) == spread(key[1])) if has_segments else seen
-    q_pos, q_seg, full = spread(query[0]), spread(query[1], has_segments), spread(query[2], has_full_rows)
-    kv_pos, kv_seg = spread(key[0]), spread(key[1], has_segments)
+    q_pos, q_segment_ids, full = spread(query[0]), spread(query[1], has_segments), spread(query[2], has_full_rows)
+    kv_pos, kv_segment_ids = spread(key[0]), spread(key[1], has_segments)
     full = None if full is None else full != 0
-    seen = visible(call.spec, q_pos, kv_pos, q_seg, kv_seg, full)
+    seen = visible(call.spec, q_pos, kv_pos, q_segment_ids, kv_segment_ids, full)
     if call.outside:
-        seen = visible(call.spec.full, q_pos, kv_pos, q_seg, kv_seg) & ~seen
+        seen = visible(call.spec.full, q_pos, kv_pos, q_segment_ids, kv_segment_ids) & ~seen
     return seen
 
 

@@ -35,7 +35,7 @@ def window_kernel_serves(call: Call, where: Coordinates) -> bool:
         and not call.outside
         and call.indexed
         and call.tiles.q_block == call.tiles.kv_block
-        and sink_rows(call, where.q_seg is not None) <= call.tiles.q_block
+        and sink_rows(call, where.q_segment_ids is not None) <= call.tiles.q_block
     )
 
 

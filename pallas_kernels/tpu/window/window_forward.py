@@ -69,7 +69,7 @@ def window_forward(
     group = num_heads // k.shape[1]
     block = call.tiles.q_block
     back = blocks_back(call)
-    segments = None if where.q_seg is None else packed_segments(call, where)
+    segments = None if where.q_segment_ids is None else packed_segments(call, where)
     copied = documents_copied(call, segments is not None)
     scalars = scalars_of(call, segments, copied or 1)
 
