@@ -1,4 +1,4 @@
-"""Which implementation takes a call (`choose`), and what it launches (`dispatched`): functions of what is static in it.
+"""Which implementation takes a call (`choose`), and what it launches (`dispatched`).
 
 The public functions call what `choose` says, and that runs the launches which are listed here: `swa-jax bench attention
 --dry-run` and docs/kernels.md print them.

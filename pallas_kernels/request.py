@@ -1,4 +1,4 @@
-"""The static facts of one attention call, and what an implementation is to launch for it: the words of `dispatch`."""
+"""What is static in one attention call (`Request`), and what an implementation launches for it (`Dispatched`)."""
 
 import dataclasses
 from typing import Any, Literal, NamedTuple

@@ -1,4 +1,4 @@
-"""Attention on NVIDIA GPUs: what surrounds the kernels of `gpu_triton`.
+"""Attention on NVIDIA GPUs: what surrounds the kernels of `triton.py`.
 
 Schedules as loop bounds, tile sizes, the custom gradient, the folding of a decoding step's queries into one
 block. The work is that of the schedule (window, sink tokens, segments, full rows, gates), not of the length.

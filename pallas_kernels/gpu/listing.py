@@ -12,7 +12,7 @@ _MASKS = (Kind.FULL, Kind.BY_TOKEN)
 
 
 def list_launches(request: Request) -> tuple[LaunchFacts, ...]:
-    """Those of the forward pass, then those of the backward pass."""
+    """The launches of the forward pass, then those of the backward pass."""
     dtype = jnp.dtype(request.dtype)
     q, k = (
         jax.ShapeDtypeStruct((request.batch, length, heads, request.head_dim), dtype)

@@ -39,7 +39,7 @@ def on_gpu() -> bool:
 
 
 def compute_capability() -> int:
-    """That GPU's: 90 for 9.0, and so on."""
+    """The compute capability of that GPU: 90 for 9.0, and so on."""
     return plgpu.get_gpu_info().compute_capability
 
 

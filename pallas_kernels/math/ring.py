@@ -45,7 +45,7 @@ class RowOrder(NamedTuple):
         return np.stack([low, 2 * self.devices - 1 - low], axis=1).reshape(-1) if self.zigzag else low
 
     def tokens_as_held(self, length: int) -> np.ndarray:
-        """The same of tokens: [length] int32."""
+        """The tokens of a row as the devices hold them: [length] int32."""
         return (
             np.arange(length, dtype=np.int32).reshape(self.devices * self.chunks, -1)[self.chunks_as_held()].reshape(-1)
         )

@@ -182,7 +182,7 @@ class PerHeadOptions(TypedDict, total=False):
 
 
 class AttentionOptions(PerHeadOptions, total=False):
-    """Those of `Packing` too."""
+    """The fields of `PerHead` and `Packing`, as keywords of the public functions."""
 
     q_segment_ids: jax.Array | None
     kv_segment_ids: jax.Array | None

@@ -1,4 +1,4 @@
-"""The table of what kernels cost (`pallas_kernels.kernel_cycles`), which plans read: rows from measurements."""
+"""The table of what kernels cost (`swa_jax.plan.kernel_cycles`), which plans read: rows from measurements."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels.kernel_cycles import Row
 from swa_jax.bench import tpu_kernels
 from swa_jax.bench.cycles import COUNTED, Measurement
 from swa_jax.errors import ConfigError
@@ -16,6 +15,7 @@ from swa_jax.files import read_json, write_text
 
 # What a row can tell of a call; figures with other settings are of other calls.
 SETTINGS = ("H", "K", "T", "D", "window", "packed", "num_sink_tokens")
+Row = dict[str, Any]
 FUNCTIONS = tuple(
     f"{what}_{which}"
     for what in ("window", "full", "sigmoid", "routed")

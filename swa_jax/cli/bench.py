@@ -52,7 +52,7 @@ def cycles(
     ops: Annotated[int, Option(help="Ops to list below each total.", min=0)] = 4,
     as_json: Annotated[bool, Option("--json", help="Print JSON, with every op, instead of a table.")] = False,
     write: Annotated[
-        Path | None, Option(help="Add the kernels' cycles to this table, such as pallas_kernels/kernel_cycles.json.")
+        Path | None, Option(help="Add the kernels' cycles to this table, such as swa_jax/plan/kernel_cycles.json.")
     ] = None,
 ) -> None:
     """Cycles of the TPU kernels, by libtpu's own simulator: no TPU is needed. Takes seconds a function and chip."""

@@ -1,6 +1,6 @@
 """Seconds of attention kernels by type of layer: visible keys, at the share of the peak that the very calls reach.
 
-What a call reaches follows from its static cycles (`pallas_kernels.kernel_cycles`): by chip, pass, window, head_dim,
+What a call reaches follows from its static cycles (`swa_jax.plan.kernel_cycles`): by chip, pass, window, head_dim,
 packing and heads of a group. A call that was not measured reaches the share that `swa_jax.chips` gives its chip.
 """
 
@@ -13,7 +13,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.kernel_cycles import ROTATING, MeasuredCall, Row, find_cost
 from pallas_kernels.math.spec import AttentionSpec
 from pallas_kernels.request import Device, Op, Request
 from pallas_kernels.tpu.calls.listing import as_launched
@@ -25,6 +24,7 @@ from swa_jax.model.layer_stacks import layer_stacks
 from swa_jax.model.layer_types import HYBRID, SWITCH
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sequence_order import zigzag
+from swa_jax.plan.kernel_cycles import ROTATING, MeasuredCall, Row, find_cost
 
 BACKWARD = 2.5  # the backward pass has five matrix products of a tile where the forward pass has two
 

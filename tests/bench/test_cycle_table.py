@@ -5,11 +5,11 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from pallas_kernels import kernel_cycles
-from pallas_kernels.kernel_cycles import Cost, MeasuredCall, find_cost
 from swa_jax.bench import cycle_table, cycles
 from swa_jax.bench.cycles import COUNTED, SIMULATED, Measurement, Op
 from swa_jax.cli.main import app
+from swa_jax.plan import kernel_cycles
+from swa_jax.plan.kernel_cycles import Cost, MeasuredCall, find_cost
 
 OPS = (
     Op("copy.1", 4000, SIMULATED),

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 # The rooms of `pallas_kernels`, ground floor first; what stands in a subfolder of `tpu` is a room of its own.
 KERNEL_FLOORS = (
     {"math"},
-    {"blocks", "request", "kernel_cycles"},
+    {"blocks", "request"},
     {"tpu.tile", "gpu", "xla", "cudnn"},
     {"tpu.schedule", "tpu.decode"},
     {"tpu.window"},

@@ -131,7 +131,7 @@ def attention_call(call: Call, where: Coordinates, head_dim: int, kind: str, som
 def attention_launches(
     call: Call, where: Coordinates, head_dim: int, dtype: jax.typing.DTypeLike, kind: str, some_full_heads: bool
 ) -> Launches:
-    """Those of an `attention_call`; the arguments are its."""
+    """The launches of an `attention_call`; the arguments are its."""
     windowed: Literal["all", "windowed"] = "windowed" if some_full_heads else "all"
     kv_length = _in_whole_blocks(where, call).kv_order.shape[1]
     forward, backward = [Launch("scheduled_forward", call, windowed)], [Launch("scheduled_backward", call, windowed)]
@@ -175,7 +175,7 @@ def routed_launches(
     some_full_heads: bool,
     in_ring: bool = False,
 ) -> RoutedLaunches:
-    """Those of a `routed_call`; the arguments are its.
+    """The launches of a `routed_call`; the arguments are its.
 
     Args:
       in_ring: keys go round, and what is added up is each branch's own.
@@ -199,7 +199,7 @@ def routed_launches(
 
 
 def inference_calls(call: Call) -> tuple[Call, Call]:
-    """Those of a routed call that is not differentiated: of the keys in the window, and of those outside."""
+    """The two calls of a routed call that is not differentiated: over the keys in the window, and those outside."""
     call = in_parts(call)
     return call, dataclasses.replace(by_position(call), outside=True)
 
@@ -248,7 +248,7 @@ def in_parts(call: Call) -> Call:
 
 
 def by_position(call: Call) -> Call:
-    """Of queries whose index says nothing."""
+    """The call for queries that are not where their index says."""
     return dataclasses.replace(call, indexed=False, order=None)
 
 
@@ -260,14 +260,14 @@ def outside_forward(call: Call, length: int, head_dim: int, dtype: jax.typing.DT
 
 
 def outside_backward(call: Call, length: int, head_dim: int, dtype: jax.typing.DTypeLike) -> tuple[Call, bool]:
-    """As `outside_forward`, of the backward pass."""
+    """`outside_forward` for the backward pass."""
     small = _outside(call, _LISTED_BACKWARD)
     listed = keys_at_once(small, length, head_dim, jnp.dtype(dtype).itemsize)[1]
     return (small if listed else _outside(call, _OUTSIDE_BLOCK)), listed
 
 
 def outside_backward_call(call: Call) -> Call:
-    """Of the pass over the keys outside, on gathered rows."""
+    """The call of the backward pass over the keys outside, on gathered rows."""
     return dataclasses.replace(_outside(call, GATHERED_BLOCK), rotated_by=0)
 
 

@@ -46,7 +46,7 @@ class DecodeTiles(NamedTuple):
 
 
 def list_launches(request: Request) -> tuple[LaunchFacts, ...]:
-    """Those of the forward pass, then those of the backward pass."""
+    """The launches of the forward pass, then those of the backward pass."""
     if request.op == "decode_attention":
         return (_decode(request),)
     request = as_launched(request)

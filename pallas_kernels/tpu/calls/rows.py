@@ -1,4 +1,4 @@
-"""Chosen rows of head-major arrays without the gaps between them, and what was found for them added to its place.
+"""Gathers chosen rows of head-major arrays, and adds results for these rows to where they came from.
 
 The rows keep their order, so that a tile of chosen rows comes from a run of tokens. Both ways are products with a
 matrix of 0 and 1 in the matrix unit, for each chunk of tokens and each tile that holds rows of it: no array is moved

@@ -59,7 +59,7 @@ def _bounds(first: jax.Array, block: int) -> jax.Array:
 
 
 def read_bounds(table, batch, row, num_rows: int, per_row: int, small=None) -> DocumentBounds:
-    """Those of a row of blocks, or of one of its small blocks."""
+    """The bounds of a row of blocks, or of one of its small blocks."""
     at = (batch * num_rows + row) * (2 * (1 + per_row)) + (0 if small is None else 2 * (1 + small))
     return DocumentBounds(table[at], table[at + 1])
 

@@ -233,7 +233,7 @@ def _add_tokens(schedule: PairSchedule, where: Coordinates, inputs: list, in_spe
 
 
 def _scratch(call: Call, k: jax.Array, dtype, *, listed: bool) -> list[Any]:
-    """From `_BackwardRefs.dk_acc` on."""
+    """Scratch memory, in the order of `_BackwardRefs` from `dk_acc` on."""
     (length, head_dim), tiles = k.shape[2:], call.tiles
     by_key = pltpu.VMEM((length // tiles.kv_block, head_dim, tiles.kv_block), jnp.float32)
     by_query = [pltpu.VMEM((head_dim, tiles.q_block), kind) for kind in (jnp.float32, dtype, dtype)]
@@ -383,7 +383,7 @@ def _kernel(call, schedule, has_segments, has_full_rows, num_added, num_listed_r
 
 
 def _small_refs(schedule: PairSchedule, refs: _BackwardRefs, visit: Visit, row, column) -> _BackwardRefs:
-    """Those of a small block of queries and one of keys."""
+    """The references of a small block of queries and one of keys."""
     assert schedule.packed is not None
     size, per_row = schedule.packed.call.tiles.q_block, schedule.packed.documents.per_row
 

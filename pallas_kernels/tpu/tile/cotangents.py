@@ -30,7 +30,7 @@ class Branch(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """Of a pass over some of the keys, head-major."""
+    """The cotangents of a pass over some of the keys, head-major."""
 
     out: jax.Array  # [B, H, T, D]
     lse: jax.Array | None = None  # [B, H, T] in base 2, the forward pass's own (softmax)

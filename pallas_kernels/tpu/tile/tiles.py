@@ -80,7 +80,7 @@ class Call:
 
     @property
     def _factor(self) -> float:
-        """Of q.k on the way to the logits, or to the softcap's tanh."""
+        """The factor on q.k on the way to the logits, or to the softcap's tanh."""
         assert self.spec.scale is not None  # `make_call` says it
         softcap = self.spec.logit_softcap
         return self.spec.scale * self.unit if softcap is None else self.spec.scale / softcap
@@ -105,7 +105,7 @@ class Heads(NamedTuple):
     order: jax.Array | None = None  # [K] int32
 
     def queries(self, group: int) -> "Heads":
-        """From KV heads to the query heads that read them."""
+        """The query heads that read these KV heads."""
         if self.order is None:
             return Heads(self.count * group)
         order = self.order[:, None] * group + jnp.arange(group, dtype=jnp.int32)

@@ -121,7 +121,7 @@ class SinkCopies:
         return self.starts[(self.batch * self.num_steps + step) * self.documents + document]
 
     def first_row(self, step: jax.Array, document: int) -> jax.Array:
-        """The first that is copied of a document."""
+        """The first row that is copied of a document."""
         return aligned_row(self.start(step, document), self.keys.shape[2] - self.copies.shape[3])
 
     def join(self, step: jax.Array, copies: Ref, joined_ref: Ref) -> None:

@@ -169,7 +169,7 @@ class _Grid:
         return self.spec((None, self.members, rows, self.block), index)
 
     def of_table(self, columns: int, row: Callable) -> pl.BlockSpec:
-        """Of `add_tables`."""
+        """The block of a table of `add_tables`."""
 
         def index(b, h, kv, i):
             return row(b), jnp.minimum(i, self.num_blocks - 1), 0

@@ -68,7 +68,7 @@ class WindowBackwardRefs(NamedTuple):
     dv_sinks_acc: Ref
 
     def of(self, member) -> "WindowBackwardRefs":
-        """Those of one of the query heads that a step serves."""
+        """The references of one of the query heads that a step serves."""
         names = "q", "dout", "head_bias", "statistics", "dq", "dbias"
         here = {name: getattr(self, name) for name in names}
         return self._replace(**{name: ref.at[member] for name, ref in here.items() if ref is not None})

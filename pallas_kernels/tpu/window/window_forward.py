@@ -147,7 +147,7 @@ def _window_rows(call: Call, before: int) -> tuple[int, Callable[[Any], Any]]:
 
 
 def _codes(call: Call, length: int, before: int) -> pl.BlockSpec:
-    """Of the codes of the same rows."""
+    """The block of the document codes of the same rows."""
     rows, at = _window_rows(call, before)
 
     def index_map(b, h, i, g, cuts, *scalar):

@@ -164,12 +164,12 @@ class WindowForwardBody:
         if self.call.rotated_by:
             query = rotate_tile(self.call, query, refs.cos[rows, :], refs.sin[rows, :])
         coded = with_query_code(query, refs.codes[-1][rows, :]) if self.by_code else query
-        planned = window_tiles(self.call, start, self.present)
+        tiles_seen = window_tiles(self.call, start, self.present)
         tiles = []
-        if self.call.softmax and share_columns(self.call, planned):
-            far, *planned, near = planned
+        if self.call.softmax and share_columns(self.call, tiles_seen):
+            far, *tiles_seen, near = tiles_seen
             tiles.append(self.score_edges(coded, start, far, near))
-        tiles += [self.score_window(coded, start, tile) for tile in planned]
+        tiles += [self.score_window(coded, start, tile) for tile in tiles_seen]
         if self.sinks is not None:
             tiles.append(self.score_sinks(query, start))
         if not self.call.softmax:
@@ -294,7 +294,7 @@ class WindowForwardBody:
         return _Scores(s, value, None, value_sum, seen, mean)
 
     def row_less_column(self, size: int) -> jax.Array:
-        """Of a strip's tile, [strip, size]."""
+        """Row less column of a strip's tile, [strip, size]."""
         shape = self.strip, size
         return lax.broadcasted_iota(jnp.int32, shape, 0) - lax.broadcasted_iota(jnp.int32, shape, 1)
 
@@ -307,7 +307,7 @@ class WindowForwardBody:
         return ramp + (slope * distance.astype(jnp.float32) + bias)
 
     def value_sum(self, block: int, keys: slice) -> jax.Array:
-        """Of some values of a block, [1, D]; strips share it."""
+        """The sum of some values of a block, [1, D]; strips share it."""
         place = block, keys.start
         if place not in self.value_sums:
             values = self.refs.values[block][keys, :].astype(jnp.float32)
@@ -360,7 +360,7 @@ class WindowForwardBody:
         self.statistics[:] = [jnp.where(here, x, before) for x, before in zip(columns, kept, strict=True)]
 
     def write_lse(self) -> None:
-        """Of all strips: one logarithm and one transpose for the step."""
+        """Writes the lse of all strips: one logarithm and one transpose for the step."""
         top, total = self.statistics
         lse = top + jnp.log2(total)
         if self.by_token:
