@@ -35,7 +35,7 @@ from pallas_kernels.blocks import platform
 from pallas_kernels.math import parts
 from pallas_kernels.math.nonfinite import finite, nan_marks
 from pallas_kernels.math.ring import Ring, attend_to_all, gradients_of_all
-from pallas_kernels.math.schedule import make_schedule
+from pallas_kernels.math.schedule import schedule_pairs
 from pallas_kernels.math.spec import AttentionSpec, Coordinates, PerHead, visible
 
 
@@ -360,7 +360,7 @@ def _cut(static: _XlaStatic, q, k, v, where: Coordinates) -> tuple[_QueryBlock, 
         kv_segment_ids=kv_side(where.kv_segment_ids, 0),
         full_rows=q_side(where.full_rows, False),
     )
-    schedule = make_schedule(static.spec, where, static.q_block, static.kv_block, outside=static.outside)
+    schedule = schedule_pairs(static.spec, where, static.q_block, static.kv_block, outside=static.outside)
 
     def blocks(x):  # [B, T] -> [nq, B, bq]
         return None if x is None else jnp.moveaxis(x.reshape(x.shape[0], -1, static.q_block), 1, 0)

@@ -86,7 +86,7 @@ def tables(
 
     Args:
       where: every array with the same leading axis `rows`; lengths are multiples of the blocks.
-      outside: as in `make_schedule`.
+      outside: as in `schedule_pairs`.
     """
 
     sizes = q_block, kv_block

@@ -81,7 +81,7 @@ class _Extent(NamedTuple):
     greatest_segment: jax.Array
 
 
-def make_schedule(
+def schedule_pairs(
     spec: AttentionSpec, where: Coordinates, q_block: int, kv_block: int, *, outside: bool = False
 ) -> Schedule:
     """Lists the KV blocks of every query block; a block that any row of the batch needs is visited for all of them.

@@ -7,11 +7,11 @@ arguments: H query heads, K KV heads, T tokens, D head_dim, window, num_sink_tok
 others.
 
 A kernel that reads nothing from scalar memory is simulated whole, and so is one whose scalar memory holds zeros
-(`scalars_are_zero`). A simulator that knows no contents of scalar memory
-cannot time the others: flags read as zero, and bounds of the grid are unknown. `swa-jax bench cycles` finds out
-which ones those are. For them it takes the bundles (instruction words, one a cycle) of the compiled blocks of code,
-times how often each runs, which `executions` counts; so it does where the simulator aborts. That leaves out hazards and
-waits for memory: about 3 to 9 % of the window kernels.
+(`scalars_are_zero`). A simulator that knows no contents of scalar memory cannot time the others: flags read as zero,
+and bounds of the grid are unknown. `swa-jax bench cycles` finds out which ones those are. For them it takes the bundles
+(instruction words, one a cycle) of the compiled blocks of code, times how often each runs, which `executions` counts;
+so it does where the simulator aborts. That leaves out hazards and waits for memory: about 3 to 9 % of the window
+kernels.
 """
 
 import dataclasses
@@ -34,6 +34,7 @@ from pallas_kernels.math.spec import ArgumentError, AttentionSpec, Coordinates, 
 from pallas_kernels.tpu.calls import passes
 from pallas_kernels.tpu.calls.launches import GATHERED_BLOCK as ROWS_TILE
 from pallas_kernels.tpu.calls.launches import (
+    Given,
     Launch,
     Launches,
     attention_call,
@@ -147,7 +148,7 @@ def _rows(ratio, rotated, shape, kernel):
 
     def function(x, y, *tables):
         where = coordinates(T, T)
-        call = _call(device_kind(), spec, where, D, dtype, tiles, branches=True)
+        call = _call(spec, where, Given(D, dtype, device_kind()), tiles, branches=True)
         rows = choose(jnp.asarray(routed_rows(T, ratio)[None]), ROWS_TILE)
         call, where = _rotating(call, where, tables)
         return kernel(call, rows, x, y, where)
@@ -243,8 +244,9 @@ def executions(name: str, kind: str, **shape) -> dict[str, Executions]:
     where = coordinates(T, T, q_segment_ids=ids, full_from=positions)
     if context is not None:
         where = of_first_device(where, context)
-    call = _call(kind, spec, where, D, dtype, tiles, alone=not hybrid, context=context)
-    launches = _launches(call, where, D, dtype, tiles, kind=kind, alone=not hybrid)
+    given = Given(D, dtype, kind, hybrid)
+    call = _call(spec, where, given, tiles, context=context)
+    launches = _launches(call, where, given, tiles)
     windowed = H if rho is None else round(rho * K) * H // K
     served = {"all": H, "windowed": windowed, "full": H - windowed}
     counts = dict[str, Executions]()
@@ -381,24 +383,13 @@ def of_first_device(where: Coordinates, context: int) -> Coordinates:
 
 
 def _call(
-    kind: str,
-    spec: AttentionSpec,
-    where,
-    D: int,
-    dtype,
-    tiles: dict,
-    alone=True,
-    branches=False,
-    has_slopes=False,
-    context: int | None = None,
+    spec: AttentionSpec, where, given: Given, tiles: dict, branches=False, has_slopes=False, context: int | None = None
 ) -> Call:
-    """The call as `tpu` makes it; `alone`: no second launch serves full heads."""
+    """The call as `tpu` makes it."""
     T, order = where.kv_pos.shape[1], None if context is None else RowOrder(context, True)
-    call = make_call(spec, where, D, dtype, has_slopes=has_slopes, has_bias=False, kind=kind, order=order)
-    if branches:
-        call = routed_call(call, where, D, dtype, kind, not alone)
-    else:
-        call = attention_call(call, where, D, kind, not alone)
+    options = {"has_slopes": has_slopes, "has_bias": False, "kind": given.kind, "order": order}
+    call = make_call(spec, where, given.head_dim, given.dtype, **options)
+    call = routed_call(call, where, given) if branches else attention_call(call, where, given)
     call = dataclasses.replace(call, tiles=dataclasses.replace(call.tiles, **tiles))
     if T % call.tiles.q_block:
         raise ArgumentError(
@@ -407,10 +398,10 @@ def _call(
     return call
 
 
-def _launches(call: Call, where, D: int, dtype, tiles: dict, *, kind: str, alone=True) -> Launches:
-    """Those of the call; tiles that were asked for are those of the backward pass too."""
-    with preferring("tpu", _own_row(call, D) if tiles else []):
-        return attention_launches(call, where, D, dtype, kind, not alone)
+def _launches(call: Call, where, given: Given, tiles: dict) -> Launches:
+    """The launches of the call; tiles that were asked for are those of the backward pass too."""
+    with preferring("tpu", _own_row(call, given.head_dim) if tiles else []):
+        return attention_launches(call, where, given)
 
 
 def _bench(
@@ -434,31 +425,30 @@ def _bench(
     head_bias = jax.ShapeDtypeStruct((2, H), jnp.float32)
     row = jax.ShapeDtypeStruct((1, H, 8 if backward else 1, q_length), jnp.float32)
     ids = jax.ShapeDtypeStruct((1, T), jnp.int32)
-    given = _tables(rotated, q_length, D)
+    by_token = _tables(rotated, q_length, D)
 
     def function(q, k, v, head_bias, ids, *others):
-        tables, cotangents = others[: len(given)], others[len(given) :]
+        tables, cotangents = others[: len(by_token)], others[len(by_token) :]
         columns = 1 if documents is None else int(segment_ids(T, documents).max())
         full = None if full_from is None else jnp.full((1, columns), full_from) + ids[:, :1]
         where = coordinates(T, T, q_segment_ids=ids if packed else None, full_from=full)
         if context is not None:
             where = of_first_device(where, context)
-        alone, has_slopes = rho is None, activation == "sigmoid"
-        call = _call(device_kind(), spec, where, D, dtype, tiles, alone, branches, has_slopes, context)
+        given = Given(D, dtype, device_kind(), rho is not None)
+        call = _call(spec, where, given, tiles, branches, activation == "sigmoid", context)
         call, where = _rotating(dataclasses.replace(call, zero_cut=cut), where, tables)
         full_heads = None if rho is None else jnp.arange(K) >= round(rho * K)
-        kind = device_kind()
         if branches:
-            routed = routed_launches(call, where, D, dtype, kind, not alone)
+            routed = routed_launches(call, where, given)
             return both_branches(routed, q, k, v, head_bias, where, full_heads)
-        launches = _launches(call, where, D, dtype, tiles, kind=kind, alone=alone)
+        launches = _launches(call, where, given, tiles)
         if not backward:
             return passes.forward(launches.forward, q, k, v, head_bias, where, full_heads)
         dout, statistics = cotangents if activation == "softmax" else (*cotangents, None)
         return passes.backward(launches.backward, q, k, v, head_bias, where, full_heads, dout, statistics)
 
     cotangents = ((q, row) if activation == "softmax" else (q,)) if backward else ()
-    return function, (q, kv, kv, head_bias, ids, *given, *cotangents)
+    return function, (q, kv, kv, head_bias, ids, *by_token, *cotangents)
 
 
 def _tables(rotated: bool, length: int, D: int) -> tuple[jax.ShapeDtypeStruct, ...]:

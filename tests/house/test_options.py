@@ -43,8 +43,8 @@ DECIDED = {
     ("kl_scores", "AttentionPattern", "num_sink_tokens"),
     ("_linear", "Parameter", "matrix"),
     ("_linear", "Parameter", "output"),
-    ("scheduled_backward", "make_schedule", "num_active"),
-    ("make_schedule", "PairSchedule", "listed"),
+    ("scheduled_backward", "order_pairs", "num_active"),
+    ("order_pairs", "PairSchedule", "listed"),
     ("_folded", "PairSchedule", "packed"),
     ("masked", "_Scores", "value_sum"),
 }

@@ -97,7 +97,9 @@ def test_the_list_has_every_visible_pair_once_and_no_mask_hides_one_of_a_full_ro
     spec = AttentionSpec(1 + 7 * seed, num_sink_tokens=seed % 3)
     where = coordinates(LENGTH, LENGTH, q_segment_ids=ids, full_from=full_from)
     call = launches.make_call(spec, where, 16, "float32", has_slopes=False, has_bias=False, kind="TPU v6 lite")
-    call, listed = launches.outside_forward(launches.choose_kernel(call, where), LENGTH, 16, "float32")
+    call, listed = launches.outside_forward(
+        launches.choose_kernel(call, where), LENGTH, launches.Given(16, "float32", "TPU v6 lite")
+    )
     assert listed
     rows = list_rows(call, passes.of_full_rows(where))
     past = dense_mask(spec, where) & ~dense_mask(spec, where._replace(full_rows=None))

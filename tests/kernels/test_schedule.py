@@ -12,7 +12,7 @@ from pallas_kernels.math.schedule import (
     bounds_of,
     fully_visible_by_row,
     kind_at,
-    make_schedule,
+    schedule_pairs,
     visited,
     visited_by_row,
 )
@@ -115,14 +115,14 @@ def test_outside_the_window_is_exact_without_sink_tokens(window, causal):
 
 
 def test_lists_name_each_visited_block_once_in_order():
-    schedule = make_schedule(AttentionSpec(window=3, num_sink_tokens=1), coordinates(12, 12), 2, 2)
+    schedule = schedule_pairs(AttentionSpec(window=3, num_sink_tokens=1), coordinates(12, 12), 2, 2)
     visits = [list(map(int, row[:count])) for row, count in zip(schedule.blocks, schedule.counts, strict=True)]
     assert visits == [[0], [0, 1], [0, 1, 2], [0, 2, 3], [0, 3, 4], [0, 4, 5]]
 
 
 def test_a_windowed_schedule_grows_with_the_length_not_its_square():
     spec = AttentionSpec(window=512, num_sink_tokens=4)
-    visits = [int(make_schedule(spec, coordinates(t, t), 128, 128).counts.sum()) for t in (8192, 16384)]
+    visits = [int(schedule_pairs(spec, coordinates(t, t), 128, 128).counts.sum()) for t in (8192, 16384)]
     assert visits[1] <= 2.1 * visits[0]
     assert visits[0] <= 6 * 8192 / 128
 

@@ -25,12 +25,12 @@ def schedules(monkeypatch):
     Implementation("tpu", block=16).install(monkeypatch)
     seen = []
 
-    def make_schedule(*arguments, **options):
-        seen.append(pair_schedule.make_schedule(*arguments, **options))
+    def order_pairs(*arguments, **options):
+        seen.append(pair_schedule.order_pairs(*arguments, **options))
         return seen[-1]
 
     for kernel in (scheduled_forward, scheduled_backward):
-        monkeypatch.setattr(kernel, "make_schedule", make_schedule)
+        monkeypatch.setattr(kernel, "order_pairs", order_pairs)
     return seen
 
 

@@ -14,7 +14,7 @@ from pallas_kernels.math.spec import PerHead, coordinates, dense_mask
 from pallas_kernels.tpu.calls import launches
 from pallas_kernels.tpu.schedule import scheduled_backward as tpu_backward
 from pallas_kernels.tpu.schedule import scheduled_forward as tpu_forward
-from pallas_kernels.tpu.schedule.pair_schedule import make_schedule
+from pallas_kernels.tpu.schedule.pair_schedule import order_pairs
 from pallas_kernels.tpu.tile.tiles import LANES
 from pallas_kernels.tpu.tile.tiles import Call as KernelCall
 from pallas_kernels.tpu.window.geometry import blocks_back, window_kernel_serves, window_steps, window_tiles
@@ -196,7 +196,7 @@ def test_scheduled_kernels_whatever_vmem_holds(monkeypatch, vmem, name):
 def test_folded_walk_takes_each_pair_once_and_hardly_an_idle_step(num_blocks, window, outside):
     call = KernelCall(AttentionSpec(window), Tiles(8, 8), indexed=True, outside=outside)
     where = coordinates(8 * num_blocks, 8 * num_blocks)
-    schedule = make_schedule(call, where, resident=False, flush=True)
+    schedule = order_pairs(call, where, resident=False, flush=True)
     steps = [schedule.visit(indices, ()) for indices in np.ndindex(*schedule.grid)]
     wanted = [(int(visit.row), int(visit.column)) for visit in steps if visit.wanted]
     expected = visited(call.spec, where, 8, 8, outside=outside)

@@ -9,7 +9,7 @@ from pallas_kernels.blocks import device_kind
 from pallas_kernels.math.parts import named, natural_lse, vary_alike
 from pallas_kernels.math.ring import Ring, attend_to_all, gradients_of_all, one_part
 from pallas_kernels.math.spec import Coordinates, PerHead
-from pallas_kernels.tpu.calls.launches import Launches, attention_call, attention_launches
+from pallas_kernels.tpu.calls.launches import Given, Launches, attention_call, attention_launches
 from pallas_kernels.tpu.calls.layout import head_major, pack_statistics, pad_coordinates, stack_head_bias, token_major
 from pallas_kernels.tpu.calls.passes import backward, forward
 from pallas_kernels.tpu.tile.pairs import gather, spread
@@ -33,9 +33,9 @@ def attend_to_keys(
     """
     _, length, heads, head_dim = q.shape
     heads = 2 * heads if pairs else heads
-    some_full, here, kind = per_head.full_heads is not None, one_part(ring, where), device_kind()
-    call = attention_call(call, here, head_dim, kind, some_full)
-    launches = attention_launches(call, here, head_dim, k.dtype, kind, some_full)
+    here, given = one_part(ring, where), Given(head_dim, k.dtype, device_kind(), per_head.full_heads is not None)
+    call = attention_call(call, here, given)
+    launches = attention_launches(call, here, given)
     q = head_major(multiplied(call, q), call.tiles.q_block)
     arguments = (
         spread(q) if pairs else q,

@@ -80,6 +80,20 @@ class RoutedLaunches(NamedTuple):
     moved: tuple[Launch, ...]  # the rows of the backward pass outside, on their way to it and back
 
 
+class Given(NamedTuple):
+    """What else decides which kernels a call launches.
+
+    Attributes:
+      kind: of device.
+      some_full_heads: whether the call is given `full_heads`.
+    """
+
+    head_dim: int
+    dtype: jax.typing.DTypeLike
+    kind: str
+    some_full_heads: bool = False
+
+
 def make_call(
     spec: AttentionSpec,
     where: Coordinates,
@@ -118,82 +132,72 @@ def call_of(
     return make_call(spec, where, q.shape[3], q.dtype, **given, kind=device_kind(), order=order)
 
 
-def attention_call(call: Call, where: Coordinates, head_dim: int, kind: str, some_full_heads: bool) -> Call:
+def attention_call(call: Call, where: Coordinates, given: Given) -> Call:
     """The call of `attention`, or of either part of a routed call at inference, with its kernel and tiles.
 
     Args:
       where: of the keys that are attended to at once; shapes are read.
     """
     call = choose_kernel(call, where)
-    return call if some_full_heads else with_own_tiles(call, where, head_dim, kind)
+    return call if given.some_full_heads else with_own_tiles(call, where, given)
 
 
-def attention_launches(
-    call: Call, where: Coordinates, head_dim: int, dtype: jax.typing.DTypeLike, kind: str, some_full_heads: bool
-) -> Launches:
+def attention_launches(call: Call, where: Coordinates, given: Given) -> Launches:
     """The launches of an `attention_call`; the arguments are its."""
-    windowed: Literal["all", "windowed"] = "windowed" if some_full_heads else "all"
+    windowed: Literal["all", "windowed"] = "windowed" if given.some_full_heads else "all"
     kv_length = _in_whole_blocks(where, call).kv_order.shape[1]
     forward, backward = [Launch("scheduled_forward", call, windowed)], [Launch("scheduled_backward", call, windowed)]
     if call.window_kernel:
-        tiles = backward_tiles(call.tiles, kind, head_dim, call.spec.window)
+        tiles = backward_tiles(call.tiles, given.kind, given.head_dim, call.spec.window)
         window = dataclasses.replace(call, tiles=tiles)
         forward, backward = [Launch("window_forward", call, windowed)], [Launch("window_backward", window, windowed)]
         if call.spec.num_sink_tokens and where.q_segment_ids is not None:
             backward.append(Launch("window_sink_gradients", window))
         if where.full_rows is not None:
-            outside, listed = outside_forward(call, kv_length, head_dim, dtype)
+            outside, listed = outside_forward(call, kv_length, given)
             if not listed:
                 forward = [Launch("window_forward", in_parts(call), windowed)]
             forward.append(Launch("scheduled_forward", outside, windowed, True, listed))
-            outside, listed = outside_backward(call, kv_length, head_dim, dtype)
+            outside, listed = outside_backward(call, kv_length, given)
             backward.append(Launch("scheduled_backward", outside, windowed, True, listed))
-    if some_full_heads:
+    if given.some_full_heads:
         full = dataclasses.replace(call, spec=call.spec.full, window_kernel=False)
         forward.append(Launch("scheduled_forward", full, "full"))
         backward.append(Launch("scheduled_backward", full, "full"))
     return Launches(call, tuple(forward), tuple(backward))
 
 
-def routed_call(
-    call: Call, where: Coordinates, head_dim: int, dtype: jax.typing.DTypeLike, kind: str, some_full_heads: bool
-) -> Call:
+def routed_call(call: Call, where: Coordinates, given: Given) -> Call:
     """The call of `routed_attention` with its tiles; the arguments are those of `attention_call`."""
     # The gate's gradient is a difference of the branches: large sums without a normaliser must not be rounded before.
     call = dataclasses.replace(call, in_parts=not call.softmax)
-    if not some_full_heads and serves_branches(call, where, head_dim, dtype):
-        call = with_own_tiles(call, where, head_dim, kind)
-    return call
+    return with_own_tiles(call, where, given) if _one_kernel(call, where, given) else call
 
 
-def routed_launches(
-    call: Call,
-    where: Coordinates,
-    head_dim: int,
-    dtype: jax.typing.DTypeLike,
-    kind: str,
-    some_full_heads: bool,
-    in_ring: bool = False,
-) -> RoutedLaunches:
+def _one_kernel(call: Call, where: Coordinates, given: Given) -> bool:
+    """Whether one kernel gives both branches of a routed call."""
+    return not given.some_full_heads and serves_branches(call, where, given.head_dim, given.dtype)
+
+
+def routed_launches(call: Call, where: Coordinates, given: Given, in_ring: bool = False) -> RoutedLaunches:
     """The launches of a `routed_call`; the arguments are its.
 
     Args:
       in_ring: keys go round, and what is added up is each branch's own.
     """
-    given = head_dim, dtype, kind, some_full_heads
     where = _in_whole_blocks(where, call)
     chosen, outside = choose_kernel(call, where), dataclasses.replace(call, outside=True)
-    together = not in_ring and not some_full_heads and serves_branches(call, where, head_dim, dtype)
+    together = not in_ring and _one_kernel(call, where, given)
     window, rest = in_parts(call if in_ring else chosen), in_parts(outside) if in_ring else outside
-    forward, more = (attention_launches(one, where, *given).forward for one in (window, rest))
+    forward, more = (attention_launches(one, where, given).forward for one in (window, rest))
     if together:
         forward, more = (Launch("branches_forward", outside),), ()
     gathered = outside_backward_call(call)
     return RoutedLaunches(
         call,
         together,
-        Launches(call, forward, attention_launches(chosen, where, *given).backward),
-        Launches(gathered, more, attention_launches(gathered, where, *given).backward),
+        Launches(call, forward, attention_launches(chosen, where, given).backward),
+        Launches(gathered, more, attention_launches(gathered, where, given).backward),
         tuple(Launch(name, gathered) for name in ("rows_together", "rows_added")),
     )
 
@@ -229,15 +233,15 @@ def choose_kernel(call: Call, where: Coordinates) -> Call:
     return dataclasses.replace(call, spec=spec, window_kernel=True)
 
 
-def with_own_tiles(call: Call, where: Coordinates, head_dim: int, kind: str) -> Call:
+def with_own_tiles(call: Call, where: Coordinates, given: Given) -> Call:
     """The kernel's own tiles, for a call whose arrays no other kernel reads."""
     window = call.spec.window if call.window_kernel else None
     scheduled = not call.window_kernel and has_default_positions(call, where)
     if not (call.window_kernel or scheduled) or (scheduled and call.spec.num_sink_tokens):
         return call
     length = where.q_order.shape[1] // (1 if call.order is None else call.order.chunks)
-    large = scheduled and ("v6" in kind or where.kv_order.shape[1] * head_dim <= _MOST_BESIDE_LARGE_BLOCKS)
-    tiles = choose_tiles(kind, length, length, head_dim, window=window, scheduled=large)
+    large = scheduled and ("v6" in given.kind or where.kv_order.shape[1] * given.head_dim <= _MOST_BESIDE_LARGE_BLOCKS)
+    tiles = choose_tiles(given.kind, length, length, given.head_dim, window=window, scheduled=large)
     own = dataclasses.replace(call, tiles=tiles)
     # A large block would hold the sink tokens of many documents.
     return call if own.spec.num_sink_tokens and sink_slots(own, True) > MOST_COPIED else own
@@ -252,17 +256,17 @@ def by_position(call: Call) -> Call:
     return dataclasses.replace(call, indexed=False, order=None)
 
 
-def outside_forward(call: Call, length: int, head_dim: int, dtype: jax.typing.DTypeLike) -> tuple[Call, bool]:
+def outside_forward(call: Call, length: int, given: Given) -> tuple[Call, bool]:
     """The call of what full rows see outside the window, beside what a window kernel has done for all rows, and whether
     it visits the blocks with full rows alone, which takes all keys in VMEM."""
-    listed = fits_vmem(length, head_dim, dtype)
+    listed = fits_vmem(length, given.head_dim, given.dtype)
     return _outside(call, _LISTED_FORWARD if listed else _OUTSIDE_BLOCK), listed
 
 
-def outside_backward(call: Call, length: int, head_dim: int, dtype: jax.typing.DTypeLike) -> tuple[Call, bool]:
+def outside_backward(call: Call, length: int, given: Given) -> tuple[Call, bool]:
     """`outside_forward` for the backward pass."""
     small = _outside(call, _LISTED_BACKWARD)
-    listed = keys_at_once(small, length, head_dim, jnp.dtype(dtype).itemsize)[1]
+    listed = keys_at_once(small, length, given.head_dim, jnp.dtype(given.dtype).itemsize)[1]
     return (small if listed else _outside(call, _OUTSIDE_BLOCK)), listed
 
 

@@ -13,6 +13,7 @@ from pallas_kernels.math.schedule import Kind
 from pallas_kernels.math.spec import Coordinates
 from pallas_kernels.request import LaunchFacts, Request
 from pallas_kernels.tpu.calls.launches import (
+    Given,
     Launch,
     Launches,
     attention_call,
@@ -24,7 +25,7 @@ from pallas_kernels.tpu.calls.launches import (
 )
 from pallas_kernels.tpu.calls.rows import heads_a_step as rows_heads_a_step
 from pallas_kernels.tpu.decode.decode import choose_steps
-from pallas_kernels.tpu.schedule.pair_schedule import has_default_positions, kind_of_tile, make_schedule, reach_of
+from pallas_kernels.tpu.schedule.pair_schedule import has_default_positions, kind_of_tile, order_pairs, reach_of
 from pallas_kernels.tpu.schedule.scheduled_backward import key_chunks
 from pallas_kernels.tpu.schedule.scheduled_forward import fits_vmem
 from pallas_kernels.tpu.schedule.side_by_side import heads_side_by_side
@@ -50,7 +51,7 @@ def list_launches(request: Request) -> tuple[LaunchFacts, ...]:
     if request.op == "decode_attention":
         return (_decode(request),)
     request = as_launched(request)
-    given = request.head_dim, jnp.dtype(request.dtype), request.device.kind, "full_heads" in request.given
+    given = Given(request.head_dim, jnp.dtype(request.dtype), request.device.kind, "full_heads" in request.given)
     where = request.abstract_coordinates()
     call = make_call(
         request.spec,
@@ -62,21 +63,20 @@ def list_launches(request: Request) -> tuple[LaunchFacts, ...]:
         kind=request.device.kind,
     )
     if request.op == "attention":
-        found = _attention(call, where, *given)
+        found = _attention(call, where, given)
         return _facts(request, found, found.forward + found.backward)
     if request.inference:
-        parts = [_attention(one, where, *given) for one in inference_calls(call)]
+        parts = [_attention(one, where, given) for one in inference_calls(call)]
         return sum((_facts(request, one, one.forward) for one in parts), ())
-    routed = routed_launches(routed_call(call, where, *given), where, *given)
+    routed = routed_launches(routed_call(call, where, given), where, given)
     window, outside = routed.window, routed.outside
     return _facts(request, routed, window.forward + outside.forward + window.backward + routed.moved) + _facts(
         request, routed, outside.backward, gathered=True
     )
 
 
-def _attention(call: Call, where: Coordinates, head_dim: int, dtype, kind: str, some_full_heads: bool) -> Launches:
-    call = attention_call(call, where, head_dim, kind, some_full_heads)
-    return attention_launches(call, where, head_dim, dtype, kind, some_full_heads)
+def _attention(call: Call, where: Coordinates, given: Given) -> Launches:
+    return attention_launches(attention_call(call, where, given), where, given)
 
 
 def as_launched(request: Request) -> Request:
@@ -148,7 +148,7 @@ def _schedule_grid(padded: Request, call: Call, resident: bool, *, flush: bool, 
     where = padded.abstract_coordinates()
     if has_default_positions(call, where):
         where = where._replace(q_segment_ids=None, kv_segment_ids=None)  # documents change no grid
-        return make_schedule(call, where, resident=resident, flush=flush, only_plain=branches).grid
+        return order_pairs(call, where, resident=resident, flush=flush, only_plain=branches).grid
     if not resident:
         return (_VARIES,)
     columns = padded.kv_length // call.tiles.kv_block if flush else 0

@@ -26,6 +26,7 @@ from pallas_kernels.math.rotary import Rotation
 from pallas_kernels.math.spec import AttentionSpec, Coordinates, PerHead
 from pallas_kernels.tpu.calls.attend import attend_to_keys
 from pallas_kernels.tpu.calls.launches import (
+    Given,
     Launches,
     RoutedLaunches,
     call_of,
@@ -85,9 +86,9 @@ def _attend_both(q, k, v, gate, spec, where: Coordinates, per_head: PerHead, rin
     (_, length, heads, _), full_heads = q.shape, per_head.full_heads
     here = one_part(ring, where)
     call, where = left_to_kernels(call_of(q, spec, here, per_head, order), where, rotation)
-    given = q.shape[3], k.dtype, device_kind(), full_heads is not None
-    call = routed_call(call, here, *given)
-    launches = routed_launches(call, here, *given, in_ring=ring is not None)
+    given = Given(q.shape[3], k.dtype, device_kind(), full_heads is not None)
+    call = routed_call(call, here, given)
+    launches = routed_launches(call, here, given, in_ring=ring is not None)
     q = pad(multiplied(call, q), call.tiles.q_block, 1, 0)
     k, v = (pad(x, call.tiles.kv_block, 1, 0) for x in (k, v))
     gate = pad(gate, call.tiles.q_block, 1, 0)

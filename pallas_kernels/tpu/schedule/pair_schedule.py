@@ -104,7 +104,7 @@ class PairSchedule(NamedTuple):
         return visit._replace(column=jnp.maximum(visit.column, jnp.minimum(first, visit.row)))
 
 
-def make_schedule(
+def order_pairs(
     call: Call,
     where: Coordinates,
     *,

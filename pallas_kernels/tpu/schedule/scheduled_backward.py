@@ -33,7 +33,7 @@ from pallas_kernels.tpu.schedule.pair_schedule import (
     Seen,
     default_mask,
     kind_of_tile,
-    make_schedule,
+    order_pairs,
     seen_tiles,
 )
 from pallas_kernels.tpu.schedule.row_list import leave_out, sees
@@ -93,7 +93,7 @@ def scheduled_backward(
     run = functools.partial(_sweep, call, q, head_bias, heads, dout, statistics)
     chunks, keys_too = key_chunks(call, k.shape[2], k.shape[3], k.dtype.itemsize)
     if len(chunks) == 1:
-        schedule = make_schedule(
+        schedule = order_pairs(
             call, where, resident=keys_too, flush=True, num_active=num_active, listed=bool(listed_results)
         )
         return run(k, v, where, schedule, previous, added, listed_results)
@@ -105,7 +105,7 @@ def scheduled_backward(
             kv_order=where.kv_order[:, keys],
             kv_segment_ids=None if where.kv_segment_ids is None else where.kv_segment_ids[:, keys],
         )
-        schedule = make_schedule(dataclasses.replace(call, indexed=False, order=None), here, resident=False, flush=True)
+        schedule = order_pairs(dataclasses.replace(call, indexed=False, order=None), here, resident=False, flush=True)
         # Of what is there already, the gradients by query are in the first part of the sum.
         by_query, by_key = (previous[:1], previous[3:]), (x[:, :, keys] for x in previous[1:3])
         dq, dbias = by_query if keys.start == 0 else jax.tree.map(jnp.zeros_like, by_query)

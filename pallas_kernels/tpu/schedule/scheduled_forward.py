@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.math.spec import Coordinates
 from pallas_kernels.tpu.schedule.forward_step import ForwardStatic, ForwardStep
-from pallas_kernels.tpu.schedule.pair_schedule import has_default_positions, make_schedule
+from pallas_kernels.tpu.schedule.pair_schedule import has_default_positions, order_pairs
 from pallas_kernels.tpu.schedule.side_by_side import SideBySide, heads_side_by_side, scratch_of
 from pallas_kernels.tpu.tile.rotation import add_tables, rotate_tile
 from pallas_kernels.tpu.tile.tiles import (
@@ -92,7 +92,7 @@ def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches
     side = heads_side_by_side(call, group) if listed else 1
     heads = heads.queries(group // side)
     resident = fits_vmem(kv_length, head_dim, k.dtype)
-    schedule = make_schedule(call, where, resident=resident, only_plain=branches, listed=listed)
+    schedule = order_pairs(call, where, resident=resident, only_plain=branches, listed=listed)
 
     def spec(block, index):
         """A block located by batch, query head and visit."""
