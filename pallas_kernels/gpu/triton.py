@@ -114,11 +114,11 @@ def call(kernel, static: GpuStatic, tile: Tile, x: Operands, grid: tuple[int, in
         *jax.tree.map(statistic, (x.lse, x.delta)),
     )
     lengths = x.q.shape[1], x.k.shape[1]
-    program = Program(static, tile, *lengths, head_dim, x.q.dtype, per_kv_head)
+    program = GpuProgram(static, tile, *lengths, head_dim, x.q.dtype, per_kv_head)
     return launch(kernel, program, x, specs, grid, results)
 
 
-def launch(kernel, program: "Program", x, specs, grid: tuple[int, int, int], results):
+def launch(kernel, program: "GpuProgram", x, specs, grid: tuple[int, int, int], results):
     """`kernel(program, references to x, references to the results)` over the grid."""
     shapes, out_specs = zip(*results, strict=True)
     tile = program.tile
@@ -164,7 +164,7 @@ def _statistic(tile: Tile, grid):
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class GpuProgram:
     """What a kernel knows when it is compiled, and the pieces that all kernels share."""
 
     static: GpuStatic
@@ -381,7 +381,7 @@ def _scalar(ref, g):
     return None if ref is None else ref[g]
 
 
-def _forward_kernel(program: Program, x: Operands, out_ref, lse_ref=None):
+def _forward_kernel(program: GpuProgram, x: Operands, out_ref, lse_ref=None):
     i, g = _latest_first(pl.program_id(0), pl.num_programs(0)), lax.rem(pl.program_id(1), x.q.shape[1])
     q = program.load_queries(x.q, i, g)
     queries = program.queries(x.queries, i, 1)
@@ -395,7 +395,7 @@ def _forward_kernel(program: Program, x: Operands, out_ref, lse_ref=None):
     program.store_queries(out_ref, i, out)
 
 
-def _dq_kernel(program: Program, x: Operands, dq_ref, dbias_ref=None):
+def _dq_kernel(program: GpuProgram, x: Operands, dq_ref, dbias_ref=None):
     i, g = _latest_first(pl.program_id(0), pl.num_programs(0)), lax.rem(pl.program_id(1), x.q.shape[1])
     block = program.tile.q_block
     q, dout = program.load_queries(x.q, i, g), program.load_cotangents(x.dout, i, g)
@@ -423,7 +423,7 @@ def _dq_kernel(program: Program, x: Operands, dq_ref, dbias_ref=None):
         dbias_ref[...] = dbias
 
 
-def _dkv_kernel(program: Program, x: Operands, dk_ref, dv_ref):
+def _dkv_kernel(program: GpuProgram, x: Operands, dk_ref, dv_ref):
     j = pl.program_id(0)
     block = program.tile.q_block
     k, v = (program.load_keys(ref, j) for ref in (x.k, x.v))

@@ -9,7 +9,7 @@ from pallas_kernels.math.spec import Coordinates
 from pallas_kernels.tpu.calls.launches import Launch
 from pallas_kernels.tpu.schedule.scheduled_backward import scheduled_backward
 from pallas_kernels.tpu.schedule.scheduled_forward import scheduled_forward
-from pallas_kernels.tpu.tile.tiles import Heads
+from pallas_kernels.tpu.tile.tiles import LaunchHeads
 from pallas_kernels.tpu.window.geometry import packed_segments
 from pallas_kernels.tpu.window.sink_gradients import add_to_sinks
 from pallas_kernels.tpu.window.window_backward import window_backward
@@ -86,11 +86,11 @@ def of_full_rows(where: Coordinates) -> Coordinates:
     return where._replace(q_pos=position, full_rows=None)
 
 
-def _heads(kv_heads: int, full_heads: jax.Array | None) -> dict[str, Heads]:
+def _heads(kv_heads: int, full_heads: jax.Array | None) -> dict[str, LaunchHeads]:
     """The heads of a launch, by `Launch.heads`."""
-    every = {"all": Heads(kv_heads)}
+    every = {"all": LaunchHeads(kv_heads)}
     if full_heads is None:
         return every
     order = jnp.argsort(full_heads, stable=True).astype(jnp.int32)
     num_full = full_heads.sum(dtype=jnp.int32)
-    return every | {"windowed": Heads(kv_heads - num_full, order), "full": Heads(num_full, order[::-1])}
+    return every | {"windowed": LaunchHeads(kv_heads - num_full, order), "full": LaunchHeads(num_full, order[::-1])}

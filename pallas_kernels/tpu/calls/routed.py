@@ -48,7 +48,7 @@ from pallas_kernels.tpu.calls.rows import add_rows, choose, gather_rows
 from pallas_kernels.tpu.schedule.scheduled_forward import branches_forward
 from pallas_kernels.tpu.tile.cotangents import Branch, Cotangents, divide
 from pallas_kernels.tpu.tile.rotation import left_to_kernels, multiplied
-from pallas_kernels.tpu.tile.tiles import Call, Heads
+from pallas_kernels.tpu.tile.tiles import Call, LaunchHeads
 
 
 def routed_attention(
@@ -134,7 +134,7 @@ def both_branches(
     """out and lse of the window and of all keys, head-major: from one kernel, or from two where that cannot be."""
     arrays = q, k, v, head_bias, where
     if launches.together:
-        return branches_forward(launches.window.forward[0].call, *arrays, Heads(k.shape[1]))
+        return branches_forward(launches.window.forward[0].call, *arrays, LaunchHeads(k.shape[1]))
     window = forward(launches.window.forward, *arrays, full_heads)
     return window, forward(launches.outside.forward, *arrays, full_heads, initial=window)
 

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.math.nonfinite import finite, is_finite, sees_non_finite
 from pallas_kernels.math.spec import Coordinates
 from pallas_kernels.tpu.tile.rotation import add_tables, rotate_gradient_back, rotate_tile
-from pallas_kernels.tpu.tile.tiles import LANES, NN, Call, Heads, Ref, dot, launch, shape_like, split
+from pallas_kernels.tpu.tile.tiles import LANES, NN, Call, LaunchHeads, Ref, dot, launch, shape_like, split
 
 _CHUNK = 512  # tokens
 _MXU = 256  # columns of the widest matrix unit, which several heads fill
@@ -73,7 +73,7 @@ def gather_rows(
         "rows_together",
         grid=grid.shape,
         scalars=chosen[1:],
-        heads=Heads(1),
+        heads=LaunchHeads(1),
         inputs=[chosen.rank, *inputs, *arrays],
         in_specs=[grid.of_ranks, *in_specs, *[grid.of_chunks] * len(arrays)],
         outputs=[shape_like(x.shape, x.dtype, x) for x in arrays],
@@ -91,7 +91,7 @@ def add_rows(call: Call, chosen: Chosen, dq: jax.Array, rows: jax.Array, tile: i
         "rows_added",
         grid=grid.shape,
         scalars=chosen[1:],
-        heads=Heads(1),
+        heads=LaunchHeads(1),
         inputs=[chosen.rank, *inputs, dq, rows],
         in_specs=[grid.of_ranks, *in_specs, grid.of_chunks, grid.of_tiles],
         outputs=[shape_like(dq.shape, dq.dtype, dq)],

@@ -120,15 +120,15 @@ def _name_refs(static: DecodeStatic, refs: tuple[Ref, ...]) -> _DecodeRefs:
 def decode_kernel(static: DecodeStatic, *unnamed: Ref) -> None:
     refs = _name_refs(static, unnamed)
     group_of_heads, index = pl.program_id(0), pl.program_id(1)
-    turn = lax.rem(index, 2)
+    parity = lax.rem(index, 2)
     visit = unpack(refs.entries[index], static.num_blocks)
-    step = _DecodeBody(static, refs, group_of_heads, turn, visit)
+    step = _DecodeBody(static, refs, group_of_heads, parity, visit)
     pl.when(index == 0)(lambda: step.copy_caches(lambda copy: copy.start()))
 
     @pl.when(index + 1 < pl.num_programs(1))
     def _():
         following = unpack(refs.entries[index + 1], static.num_blocks)
-        dataclasses.replace(step, turn=1 - turn, visit=following).copy_caches(lambda copy: copy.start())
+        dataclasses.replace(step, parity=1 - parity, visit=following).copy_caches(lambda copy: copy.start())
 
     pl.when(visit.first)(step.begin)
     step.copy_caches(lambda copy: copy.wait())
@@ -146,13 +146,13 @@ class _DecodeBody:
     """A visit, by some of the KV heads. A head `h` is counted from the first of the step's.
 
     Attributes:
-      turn: which of the two buffers has the step's keys and values.
+      parity: which of the two buffers has the step's keys and values.
     """
 
     static: DecodeStatic
     refs: _DecodeRefs
     group_of_heads: jax.Array
-    turn: jax.Array
+    parity: jax.Array
     visit: CacheVisit
 
     def head(self, h: int) -> jax.Array:
@@ -193,8 +193,8 @@ class _DecodeBody:
         def from_pools(row, h) -> None:
             place = (visit.sequence, row) if static.form.batch_first else (row, visit.sequence)
             for pool, buffer in ((refs.k_pool, refs.k_buffer), (refs.v_pool, refs.v_buffer)):
-                source, target = pool.at[*place, *tile], buffer.at[self.turn, h, *inside]
-                act(pltpu.make_async_copy(source, target, refs.arrived.at[self.turn]))
+                source, target = pool.at[*place, *tile], buffer.at[self.parity, h, *inside]
+                act(pltpu.make_async_copy(source, target, refs.arrived.at[self.parity]))
 
         if static.heads_differ:
             for h in range(static.heads):
@@ -212,7 +212,7 @@ class _DecodeBody:
         def _():
             behind = pl.ds(static.last_block, static.block - static.last_block)
             entries = (slice(None), behind) if static.form.by_lanes else (behind,)
-            place = (self.turn, slice(None), *entries)
+            place = (self.parity, slice(None), *entries)
             v_buffer[place] = jnp.zeros_like(v_buffer[place])
 
     def begin(self) -> None:
@@ -264,7 +264,7 @@ class _DecodeBody:
     def logits(self, h: int, q_pos: jax.Array, kv_pos: jax.Array, seen: jax.Array) -> jax.Array:
         call, rows, refs = self.static.call, self.static.rows, self.refs
         query = refs.q[h * rows : (h + 1) * rows, :].astype(refs.k_buffer.dtype)
-        s = dot(query, refs.k_buffer[self.turn, h], NN if self.static.form.by_lanes else NT)
+        s = dot(query, refs.k_buffer[self.parity, h], NN if self.static.form.by_lanes else NT)
 
         def addend():
             return addend_at(call, [q_pos], [kv_pos], (self.info(h, 1), self.info(h, 2)))
@@ -301,7 +301,7 @@ class _DecodeBody:
           seen: the mask, for values that are not finite to reach the rows that see them, and no others.
         """
         at, form = self.rows(h), self.static.form
-        value = self.refs.v_buffer[self.turn, h]
+        value = self.refs.v_buffer[self.parity, h]
         clean, exactly = value if seen is None else finite(value), not self.static.call.softmax
         more = _weigh(form, weights, clean, exactly)
         if seen is not None:

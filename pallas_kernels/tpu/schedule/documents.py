@@ -20,7 +20,7 @@ from pallas_kernels.math.spec import Coordinates
 SMALL_BLOCK = 512  # tokens of the blocks that a crossed pair is cut into
 
 
-class Documents(NamedTuple):
+class RowDocuments(NamedTuple):
     """What the scheduled kernels know of packed rows."""
 
     first_keys: jax.Array  # [B, 1, T] int32: the index of the first key that a query sees; T if none
@@ -38,7 +38,7 @@ def small_block(block: int) -> int:
     return math.gcd(block, SMALL_BLOCK)
 
 
-def documents_of(where: Coordinates, block: int) -> Documents:
+def documents_of(where: Coordinates, block: int) -> RowDocuments:
     """Packed rows as the kernels read them, `block` being that of queries and of keys."""
     length, small = where.kv_pos.shape[1], small_block(block)
 
@@ -50,7 +50,7 @@ def documents_of(where: Coordinates, block: int) -> Documents:
     blocks = rows.reshape(*rows.shape[:2], block // small, small)
     whole = _bounds(rows, block)[:, :, None]  # [B, rows, 1, 2]
     table = jnp.concatenate([whole, _bounds(blocks, small)], axis=2)
-    return Documents(first_keys(where.q_pos, where.q_order)[:, None], table.reshape(-1), block // small)
+    return RowDocuments(first_keys(where.q_pos, where.q_order)[:, None], table.reshape(-1), block // small)
 
 
 def _bounds(first: jax.Array, block: int) -> jax.Array:

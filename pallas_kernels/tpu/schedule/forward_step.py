@@ -54,7 +54,7 @@ class ForwardRefs(NamedTuple):
     head_bias: Ref  # [8, LANES]
     q_info: Ref  # `Tokens` of the blocks
     kv_info: Ref
-    first_keys: Ref  # [1, q_block]: `Documents.first_keys` (packed)
+    first_keys: Ref  # [1, q_block]: `RowDocuments.first_keys` (packed)
     cos: Ref  # [q_block, D], of queries that are to be rotated
     sin: Ref
     window_results: list[Ref]  # out and lse of the window (branches)

@@ -38,7 +38,7 @@ from pallas_kernels.math.schedule import (
 from pallas_kernels.math.spec import Coordinates
 from pallas_kernels.tpu.schedule.documents import (
     DocumentBounds,
-    Documents,
+    RowDocuments,
     documents_of,
     in_small_blocks,
     read_bounds,
@@ -78,7 +78,7 @@ class PairSchedule(NamedTuple):
     is_list: bool
     fresh: Seen = None
     partly: tuple[int, ...] = ()
-    packed: "Packed | None" = None
+    packed: "PackedSchedule | None" = None
     shared: "Shared | None" = None
     listed: RowList | None = None
 
@@ -213,7 +213,9 @@ def _run_list(batch, visit: Visit, scalars, attend, attend_small) -> None:
         _run_pair(unpack(pairs[index]), attend)
 
 
-def _run_reach(reach: "Reach", packed: "Packed | None", batch, visit: Visit, scalars, attend, attend_small) -> None:
+def _run_reach(
+    reach: "Reach", packed: "PackedSchedule | None", batch, visit: Visit, scalars, attend, attend_small
+) -> None:
     row = visit.row
     if packed is None:
         clean: Any = 0
@@ -239,7 +241,7 @@ def _run_reach(reach: "Reach", packed: "Packed | None", batch, visit: Visit, sca
         packed.run(scalars, batch, row, row - blocks, attend_small)
 
 
-class Packed(NamedTuple):
+class PackedSchedule(NamedTuple):
     """The side of a schedule that knows of documents.
 
     Attributes:
@@ -251,7 +253,7 @@ class Packed(NamedTuple):
     """
 
     call: Call
-    documents: Documents
+    documents: RowDocuments
     num_rows: int
     reach: "Reach"
     only_plain: bool
@@ -275,14 +277,14 @@ class Packed(NamedTuple):
         in_small_blocks(scalars[0], *place, partly, self.reach.plain, attend_small)
 
 
-def _packed(call: Call, where: Coordinates, only_plain: bool, shared: Shared | None) -> Packed:
+def _packed(call: Call, where: Coordinates, only_plain: bool, shared: Shared | None) -> PackedSchedule:
     block = call.tiles.q_block
     small, num_rows = small_block(block), where.kv_pos.shape[1] // block
     tiles = dataclasses.replace(call.tiles, q_block=small, kv_block=small)
     fine = dataclasses.replace(call, tiles=tiles)
     reach = reach_of(fine, num_rows * block // small)
     back = 0 if call.spec.window is None else -(-(call.spec.window - 1) // block)
-    return Packed(fine, documents_of(where, block), num_rows, reach, only_plain, back, shared)
+    return PackedSchedule(fine, documents_of(where, block), num_rows, reach, only_plain, back, shared)
 
 
 def has_default_positions(call: Call, where: Coordinates) -> bool:
@@ -297,7 +299,9 @@ def has_default_positions(call: Call, where: Coordinates) -> bool:
     )
 
 
-def _folded(call: Call, reach: "Reach", num_blocks: int, flush: bool, packed: Packed | None = None) -> PairSchedule:
+def _folded(
+    call: Call, reach: "Reach", num_blocks: int, flush: bool, packed: PackedSchedule | None = None
+) -> PairSchedule:
     """A schedule with default positions and a step for each pair."""
     nearest, farthest = reach.nearest, reach.farthest
     folded = farthest == num_blocks - 1

@@ -44,7 +44,7 @@ from pallas_kernels.tpu.tile.tiles import (
     NN,
     NT,
     Call,
-    Heads,
+    LaunchHeads,
     Ref,
     addend_at,
     batch_index,
@@ -74,7 +74,7 @@ def scheduled_backward(
     v: jax.Array,  # [B, K, S, D]
     head_bias: jax.Array,  # [2, H] f32: ALiBi slope and bias
     where: Coordinates,
-    heads: Heads,
+    heads: LaunchHeads,
     dout: jax.Array,  # [B, H, T, D]
     statistics: jax.Array | None,  # [B, H, 8, T] f32: lse in base 2 and delta (softmax)
     previous: tuple[jax.Array, ...] = (),
@@ -276,7 +276,7 @@ class _BackwardRefs(NamedTuple):
     head_bias: Ref  # [8, LANES]
     q_info: Ref  # `Tokens` of the blocks
     kv_info: Ref
-    first_keys: Ref  # [1, q_block]: `Documents.first_keys` (packed)
+    first_keys: Ref  # [1, q_block]: `RowDocuments.first_keys` (packed)
     cos: Ref  # [q_block, D], of queries that are to be rotated
     sin: Ref
     listed_results: list[Ref]  # dq and dbias of other keys, or none

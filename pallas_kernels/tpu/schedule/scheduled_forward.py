@@ -23,7 +23,7 @@ from pallas_kernels.tpu.tile.rotation import add_tables, rotate_tile
 from pallas_kernels.tpu.tile.tiles import (
     LANES,
     Call,
-    Heads,
+    LaunchHeads,
     batch_index,
     by_head,
     cost_of,
@@ -45,7 +45,7 @@ def scheduled_forward(
     v: jax.Array,  # [B, K, S, D]
     head_bias: jax.Array,  # [2, H] f32: ALiBi slope and bias
     where: Coordinates,
-    heads: Heads,
+    heads: LaunchHeads,
     previous: tuple[jax.Array, ...] = (),
     initial: tuple[jax.Array, ...] = (),
     *,
@@ -72,7 +72,7 @@ def serves_branches(call: Call, where: Coordinates, head_dim: int, dtype) -> boo
 
 
 def branches_forward(
-    call: Call, q, k, v, head_bias, where: Coordinates, heads: Heads
+    call: Call, q, k, v, head_bias, where: Coordinates, heads: LaunchHeads
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """The results of the window and those of all keys (each as `scheduled_forward`'s), from one pass over the keys."""
     outside = dataclasses.replace(call, outside=True)

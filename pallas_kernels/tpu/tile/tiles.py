@@ -98,25 +98,25 @@ def window_of(call: Call) -> int:
     return call.spec.window
 
 
-class Heads(NamedTuple):
+class LaunchHeads(NamedTuple):
     """The heads that one launch serves: all, or the first `count` of `order` (a traced count bounds the grid)."""
 
     count: jax.Array | int  # type: ignore[assignment]  # of tuples, a method that nothing here calls
     order: jax.Array | None = None  # [K] int32
 
-    def queries(self, group: int) -> "Heads":
+    def queries(self, group: int) -> "LaunchHeads":
         """The query heads that read these KV heads."""
         if self.order is None:
-            return Heads(self.count * group)
+            return LaunchHeads(self.count * group)
         order = self.order[:, None] * group + jnp.arange(group, dtype=jnp.int32)
-        return Heads(self.count * group, order.reshape(-1))
+        return LaunchHeads(self.count * group, order.reshape(-1))
 
     def prefetched(self) -> tuple[jax.Array, ...]:
         return () if self.order is None else (self.order,)
 
 
 def head_at(index, order) -> jax.Array:
-    """The head of a grid index, `order` being `Heads.prefetched` as the kernel or an index map got it."""
+    """The head of a grid index, `order` being `LaunchHeads.prefetched` as the kernel or an index map got it."""
     return order[0][index] if order else index
 
 
@@ -277,7 +277,7 @@ def launch(
     *,
     grid,
     scalars,
-    heads: Heads,
+    heads: LaunchHeads,
     inputs,
     in_specs,
     outputs,

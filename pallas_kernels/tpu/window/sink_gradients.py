@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu.tile.tiles import LANES, Call, Heads, Ref, launch, shape_like
+from pallas_kernels.tpu.tile.tiles import LANES, Call, LaunchHeads, Ref, launch, shape_like
 from pallas_kernels.tpu.window.geometry import Segments, sink_rows, sink_slots
 from pallas_kernels.tpu.window.packed_sinks import aligned_row, copied_rows
 
@@ -50,7 +50,7 @@ def add_to_sinks(call: Call, segments: Segments | None, results: tuple[jax.Array
         "window_sink_gradients",
         grid=grid,
         scalars=(segments.sinks.reshape(-1),),
-        heads=Heads(kv_heads),
+        heads=LaunchHeads(kv_heads),
         inputs=inputs,
         in_specs=[spec, spec],
         outputs=[shape_like(x.shape, x.dtype, x) for x in gradients],

@@ -25,7 +25,7 @@ from pallas_kernels.tpu.tile.rotation import add_tables
 from pallas_kernels.tpu.tile.tiles import (
     LANES,
     Call,
-    Heads,
+    LaunchHeads,
     Ref,
     by_head,
     cost_of,
@@ -60,7 +60,7 @@ def window_backward(
     v: jax.Array,  # [B, K, T, D]
     head_bias: jax.Array,  # [2, H] f32: ALiBi slope and bias
     where: Coordinates,
-    heads: Heads,
+    heads: LaunchHeads,
     dout: jax.Array,  # [B, H, T, D]
     statistics: jax.Array | None,  # [B, H, 8, T] f32: lse in base 2 and delta (softmax)
     segments: Segments | None,  # of packed rows

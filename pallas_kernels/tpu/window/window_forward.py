@@ -22,7 +22,7 @@ from pallas_kernels.tpu.tile.rotation import add_tables
 from pallas_kernels.tpu.tile.tiles import (
     LANES,
     Call,
-    Heads,
+    LaunchHeads,
     Ref,
     by_head,
     cost_of,
@@ -60,7 +60,7 @@ def window_forward(
     v: jax.Array,  # [B, K, T, D]
     head_bias: jax.Array,  # [2, H] f32: ALiBi slope and bias
     where: Coordinates,
-    heads: Heads,
+    heads: LaunchHeads,
     previous: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array, ...]:
     """As `scheduled_forward`, for the calls of `Call.window_kernel`."""
