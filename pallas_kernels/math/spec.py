@@ -21,7 +21,7 @@ import dataclasses
 import difflib
 import operator
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -83,32 +83,12 @@ class AttentionSpec:
         """The factor on q.k."""
         return head_dim**-0.5 if self.scale is None else self.scale
 
-    def mask(
-        self,
-        q_length: int,
-        kv_length: int | None = None,
-        *,
-        q_segment_ids: jax.Array | None = None,
-        kv_segment_ids: jax.Array | None = None,
-        q_positions: jax.Array | None = None,
-        kv_positions: jax.Array | None = None,
-        full_from: jax.Array | None = None,
-    ) -> jax.Array:
+    def mask(self, q_length: int, kv_length: int | None = None, **packing: Unpack["PackingOptions"]) -> jax.Array:
         """The dense mask, bool [B, T, S], True where a key is visible; [1, T, S] if all rows agree.
 
-        The keyword arguments are those of `pallas_kernels.attention`. The mask of a full head is that of
-        `spec.full`.
+        The keyword arguments are those of `pallas_kernels.attention`. The mask of a full head is that of `full`.
         """
-        where = coordinates(
-            q_length,
-            q_length if kv_length is None else kv_length,
-            q_segment_ids=q_segment_ids,
-            kv_segment_ids=kv_segment_ids,
-            q_positions=q_positions,
-            kv_positions=kv_positions,
-            full_from=full_from,
-        )
-        return dense_mask(self, where)
+        return dense_mask(self, coordinates(q_length, q_length if kv_length is None else kv_length, **packing))
 
 
 def _integer(name: str, value, at_least: int) -> int:
@@ -181,14 +161,18 @@ class PerHeadOptions(TypedDict, total=False):
     logit_scales: jax.Array | None
 
 
-class AttentionOptions(PerHeadOptions, total=False):
-    """The fields of `PerHead` and `Packing`, as keywords of the public functions."""
+class PackingOptions(TypedDict, total=False):
+    """The fields of `Packing`, as keywords of the public functions."""
 
     q_segment_ids: jax.Array | None
     kv_segment_ids: jax.Array | None
     q_positions: jax.Array | None
     kv_positions: jax.Array | None
     full_from: jax.Array | None
+
+
+class AttentionOptions(PerHeadOptions, PackingOptions):
+    """The fields of `PerHead` and `Packing`."""
 
 
 def with_keywords(options: Mapping[str, Any], *values: Any) -> tuple[Any, ...]:
@@ -235,17 +219,9 @@ class Pools(NamedTuple):
     positions: jax.Array | None = None
 
 
-def coordinates(
-    q_length: int,
-    kv_length: int,
-    *,
-    q_segment_ids=None,
-    kv_segment_ids=None,
-    q_positions=None,
-    kv_positions=None,
-    full_from=None,
-) -> Coordinates:
+def coordinates(q_length: int, kv_length: int, **packing: Unpack[PackingOptions]) -> Coordinates:
     """Fills in the defaults of the arguments of `pallas_kernels.attention` (see there for their meaning)."""
+    q_segment_ids, kv_segment_ids, q_positions, kv_positions, full_from = Packing(**packing)
     if kv_segment_ids is None:
         kv_segment_ids = q_segment_ids
     # Index distances equal position distances only if both sides number the same segments from the same places.

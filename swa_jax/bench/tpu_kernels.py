@@ -237,10 +237,10 @@ def executions(name: str, kind: str, **shape) -> dict[str, Executions]:
     defaults = {"H": 8, "K": 8} if hybrid else {}
     window = {"window": None} if name.startswith("full") else {}
     H, K, T, D, dtype, spec, tiles = _read({"window": 1024} | defaults | shape | window)
-    ids = segment_ids(T, documents) if packed or documents is not None else None
+    ids = jnp.asarray(segment_ids(T, documents)) if packed or documents is not None else None
     if ids is not None and context is not None:
         return {}  # the bodies for the edges of documents cannot be told from the others by their length
-    positions = None if full_from is None else np.full((1, 1 if ids is None else int(ids.max())), full_from)
+    positions = None if full_from is None else jnp.full((1, 1 if ids is None else int(ids.max())), full_from)
     where = coordinates(T, T, q_segment_ids=ids, full_from=positions)
     if context is not None:
         where = of_first_device(where, context)
