@@ -6,25 +6,36 @@ missing; nothing falls back silently.
 
 import logging
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import cudnn, reference, tpu, xla
-from pallas_kernels.checks import check_array, check_needs_window, check_qkv, checked_packing, checked_per_head
-from pallas_kernels.dispatch import Implementation, current_device, plan
-from pallas_kernels.parts import scale_queries
+from pallas_kernels import cudnn, tpu, xla
+from pallas_kernels.dispatch import Implementation, choose, current_device
+from pallas_kernels.math import reference
+from pallas_kernels.math.checks import check_array, check_needs_window, check_qkv, checked_packing, checked_per_head
+from pallas_kernels.math.parts import scale_queries
+from pallas_kernels.math.ring import Ring
+from pallas_kernels.math.rotary import Rotation, rotate
+from pallas_kernels.math.spec import (
+    AttentionOptions,
+    AttentionSpec,
+    Coordinates,
+    Packing,
+    PerHead,
+    PerHeadOptions,
+    coordinates,
+    with_keywords,
+)
 from pallas_kernels.request import Op, Request
-from pallas_kernels.ring import Ring
-from pallas_kernels.rotary import Rotation, rotate
-from pallas_kernels.spec import AttentionSpec, Coordinates, Packing, PerHead, coordinates
 
 _log = logging.getLogger(__name__)
 
 _IMPLEMENTATIONS: dict[str, ModuleType] = {"tpu": tpu, "cudnn": cudnn, "xla": xla, "reference": reference}
 _MAX_DECODE_TOKENS = 8
+_NO_PER_HEAD, _NO_PACKING = PerHead(), Packing()
 
 
 def attention(
@@ -33,19 +44,14 @@ def attention(
     v: jax.Array,
     spec: AttentionSpec,
     *,
-    alibi_slopes: jax.Array | None = None,
-    sigmoid_bias: jax.Array | float | None = None,
-    sink_logits: jax.Array | None = None,
-    q_segment_ids: jax.Array | None = None,
-    kv_segment_ids: jax.Array | None = None,
-    q_positions: jax.Array | None = None,
-    kv_positions: jax.Array | None = None,
-    full_from: jax.Array | None = None,
-    full_heads: jax.Array | None = None,
-    logit_scales: jax.Array | None = None,
+    per_head: PerHead = _NO_PER_HEAD,
+    packing: Packing = _NO_PACKING,
     return_lse: bool = False,
+    rotation: Rotation | None = None,
+    ring: Ring | None = None,
     implementation: Implementation | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+    **options: Unpack[AttentionOptions],
+) -> Any:
     """Attention of the queries q over the keys k and values v. It can be differentiated in reverse mode.
 
     Args:
@@ -68,7 +74,11 @@ def attention(
       full_heads: [K] bool, may be traced. All queries of these KV heads see past the window.
       logit_scales: [H] floating, multiplies the scaled logits of each head before the softcap, as a learned inverse
         temperature does. In bfloat16 the queries carry it, rounded.
+      per_head, packing: the options above as the two values in which they travel; keywords come on top.
       return_lse: also return the log-sum-exp of the logits. For softmax only.
+      rotation: by which the queries are still to be rotated (RoPE). The TPU kernels do it as they read them.
+      ring: inside shard_map, the devices of which each holds as many of the keys. `packing` has the positions of the
+        queries and those of all keys, device by device.
       implementation: "tpu", "triton", "cudnn", "xla" or "reference". None takes the best one for the call on this
         device.
 
@@ -82,46 +92,18 @@ def attention(
     """
     if return_lse and spec.activation == "sigmoid":
         raise ValueError("return_lse is True with activation 'sigmoid', which has no log-sum-exp; leave it False.")
-    per_head = PerHead(alibi_slopes, sigmoid_bias, sink_logits, full_heads, logit_scales)
-    packing = Packing(q_segment_ids, kv_segment_ids, q_positions, kv_positions, full_from)
-    out, lse = attend(q, k, v, spec, per_head, packing, return_lse=return_lse, implementation=implementation)
-    return out if lse is None or not return_lse else (out, lse)
-
-
-def attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    spec: AttentionSpec,
-    per_head: PerHead,
-    packing: Packing,
-    *,
-    return_lse: bool = False,
-    rotation: Rotation | None = None,
-    implementation: Implementation | None = None,
-    ring: Ring | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
-    """`attention` for callers that hold its options as the two values in which they travel.
-
-    Args:
-      rotation: by which the queries are still to be turned. The TPU kernels turn them as they read them.
-      ring: inside shard_map, the devices of which each holds as many of the keys. `packing` has the positions of the
-        queries and those of all keys, device by device.
-
-    Returns:
-      out [B, T, H, D] in q's dtype, and lse [B, T, H] float32: None for sigmoid, and it may be None unless
-      `return_lse` asks for it.
-    """
+    per_head, packing = with_keywords(options, per_head, packing)
     check_qkv(q, k, v, ("q", "k", "v"))
     per_head = checked_per_head(q, k, spec, per_head)
     packing = checked_packing(q, _kv_length(k, ring), spec, packing)
     backend = _backend("attention", q, k, spec, per_head, packing, implementation, return_lse=return_lse)
     where = coordinates(q.shape[1], _kv_length(k, ring), **packing._asdict())
-    k, v, where, options = _of_all_devices(ring, k, v, where, backend)
+    k, v, where, sharing = _of_all_devices(ring, k, v, where, backend)
     q, per_head = _scaled(q, per_head, backend)
-    q, turning = _turned(q, rotation, backend, inference=False)
-    out, lse = backend.attention(q, k, v, spec, where, per_head, **options, **turning)
-    return _nan_where_unassigned(out, where, packing.full_from).astype(q.dtype), lse
+    q, rotating = _rotated(q, rotation, backend, inference=False)
+    out, lse = backend.attention(q, k, v, spec, where, per_head, **sharing, **rotating)
+    out = _nan_where_unassigned(out, where, packing.full_from).astype(q.dtype)
+    return (out, lse) if return_lse else out
 
 
 def routed_attention(
@@ -131,22 +113,17 @@ def routed_attention(
     gate: jax.Array,
     spec: AttentionSpec,
     *,
-    alibi_slopes: jax.Array | None = None,
-    sigmoid_bias: jax.Array | float | None = None,
-    sink_logits: jax.Array | None = None,
-    q_segment_ids: jax.Array | None = None,
-    kv_segment_ids: jax.Array | None = None,
-    q_positions: jax.Array | None = None,
-    kv_positions: jax.Array | None = None,
-    full_from: jax.Array | None = None,
-    full_heads: jax.Array | None = None,
-    logit_scales: jax.Array | None = None,
+    per_head: PerHead = _NO_PER_HEAD,
+    packing: Packing = _NO_PACKING,
     inference: bool = False,
+    rotation: Rotation | None = None,
+    ring: Ring | None = None,
     implementation: Implementation | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> tuple[jax.Array, jax.Array]:
     """SwiAttn's layer: `gate * O_full + (1 - gate) * O_window`. One pass over the keys gives both branches.
 
-    All arguments that are not listed here are those of `attention`; `full_from` and `full_heads` widen the window
+    All other arguments and keywords are those of `attention`; `full_from` and `full_heads` widen the window
     branch.
 
     Args:
@@ -164,30 +141,7 @@ def routed_attention(
       ValueError: as in `attention`; also if `spec.window` is None.
       NotImplementedError: as in `attention`.
     """
-    per_head = PerHead(alibi_slopes, sigmoid_bias, sink_logits, full_heads, logit_scales)
-    packing = Packing(q_segment_ids, kv_segment_ids, q_positions, kv_positions, full_from)
-    return attend_routed(q, k, v, gate, spec, per_head, packing, inference=inference, implementation=implementation)
-
-
-def attend_routed(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    gate: jax.Array,
-    spec: AttentionSpec,
-    per_head: PerHead,
-    packing: Packing,
-    *,
-    inference: bool = False,
-    rotation: Rotation | None = None,
-    implementation: Implementation | None = None,
-    ring: Ring | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """`routed_attention` for callers that hold its options as the two values in which they travel.
-
-    Args:
-      rotation, ring: as in `attend`.
-    """
+    per_head, packing = with_keywords(options, per_head, packing)
     check_qkv(q, k, v, ("q", "k", "v"))
     if spec.window is None:
         raise ValueError("spec.window is None, but routed_attention needs a window for its window branch.")
@@ -196,13 +150,13 @@ def attend_routed(
     packing = checked_packing(q, _kv_length(k, ring), spec, packing)
     backend = _backend("routed_attention", q, k, spec, per_head, packing, implementation, inference=inference)
     where = coordinates(q.shape[1], _kv_length(k, ring), **packing._asdict())
-    k, v, where, options = _of_all_devices(ring, k, v, where, backend)
+    k, v, where, sharing = _of_all_devices(ring, k, v, where, backend)
     if inference:
         q, k, v, gate = _only_forward((q, k, v, gate))
     q, per_head = _scaled(q, per_head, backend)
-    q, turning = _turned(q, rotation, backend, inference)
+    q, rotating = _rotated(q, rotation, backend, inference)
     out, disagreement = backend.routed_attention(
-        q, k, v, gate, spec, where, per_head, inference=inference, **options, **turning
+        q, k, v, gate, spec, where, per_head, inference=inference, **sharing, **rotating
     )
     return _nan_where_unassigned(out, where, packing.full_from).astype(q.dtype), disagreement
 
@@ -216,17 +170,14 @@ def decode_attention(
     lengths: jax.Array,
     starts: jax.Array | None = None,
     kv_positions: jax.Array | None = None,
-    alibi_slopes: jax.Array | None = None,
-    sigmoid_bias: jax.Array | float | None = None,
-    sink_logits: jax.Array | None = None,
     full_from: jax.Array | None = None,
-    full_heads: jax.Array | None = None,
-    logit_scales: jax.Array | None = None,
+    per_head: PerHead = _NO_PER_HEAD,
     implementation: Implementation | None = None,
+    **options: Unpack[PerHeadOptions],
 ) -> jax.Array:
     """Attention of the newest tokens of each sequence over its cache, which already holds their keys and values.
 
-    All arguments that are not listed here are those of `attention`.
+    All other keywords are those of `attention`, but segment ids and the queries' positions.
 
     Args:
       q: [B, T, H, D] with T <= 8, the queries of the last T tokens.
@@ -246,8 +197,8 @@ def decode_attention(
       ValueError: as in `attention`; also if T is above 8 or the spec is not causal.
       NotImplementedError: as in `attention`.
     """
+    (per_head,) = with_keywords(options, per_head)
     check_qkv(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
-    per_head = PerHead(alibi_slopes, sigmoid_bias, sink_logits, full_heads, logit_scales)
     per_head = checked_per_head(q, k_cache, spec, per_head)
     batch, q_length = q.shape[:2]
     kv_length = k_cache.shape[1]
@@ -317,19 +268,18 @@ def alibi_slopes(
 
 
 def _backend(op: Op, q, k, spec, per_head, packing, implementation, **asked: bool) -> ModuleType:
-    """The implementation that the plan of the call names."""
+    """The implementation for a call; the log says why it is not the best one."""
     device = current_device(implementation)
     request = Request.of(op, q, k, spec, per_head, packing, device=device, implementation=implementation, **asked)
-    planned = plan(request)
-    if planned.fallback is not None:
-        name = planned.implementation
-        _log.info("%s on %s: implementation %r is used, because %s", op, device.platform, name, planned.fallback)
-    _log.debug("%s: %s", op, planned)
-    if planned.implementation == "triton":
+    name, fallback = choose(request)
+    if fallback is not None:
+        _log.info("%s on %s: implementation %r is used, because %s", op, device.platform, name, fallback)
+    _log.debug("%s: %s takes %s", op, name, request)
+    if name == "triton":
         from pallas_kernels import gpu  # late, for JAX may have dropped its lowering
 
         return gpu
-    return _IMPLEMENTATIONS[planned.implementation]
+    return _IMPLEMENTATIONS[name]
 
 
 def _of_all_devices(
@@ -357,16 +307,16 @@ def _scaled(q, per_head: PerHead, backend: ModuleType) -> tuple[jax.Array, PerHe
     return (q, per_head) if backend is reference else scale_queries(q, per_head)
 
 
-def _turned(
+def _rotated(
     q: jax.Array, rotation: Rotation | None, backend: ModuleType, inference: bool
 ) -> tuple[jax.Array, dict[str, Any]]:
-    """The queries as the backend takes them, with its option: turned, or with what they are to be turned by.
+    """The queries as the backend takes them, with its option: rotated, or with what they are to be rotated by.
 
     With `inference`, a routed call brings its rows into another order first.
     """
     if rotation is None:
         return q, {}
-    if backend is tpu and tpu.turns_queries(q.shape[3]) and not inference:
+    if backend is tpu and tpu.rotates_queries(q.shape[3]) and not inference:
         return q, {"rotation": rotation}
     return rotate(q, rotation), {}
 
@@ -388,8 +338,8 @@ _only_forward.defvjp(lambda arrays: (arrays, None), _refuse_backward)
 
 def _nan_where_unassigned(out: jax.Array, where: Coordinates, full_from) -> jax.Array:
     """Marks rows whose segment has no column in `full_from`: under tracing that cannot raise."""
-    if full_from is None or where.q_seg is None:
+    if full_from is None or where.q_segment_ids is None:
         return out
     columns = jnp.shape(full_from)[1] if jnp.ndim(full_from) == 2 else 1
-    unassigned = (where.q_seg > columns) | (where.q_seg < 0)
+    unassigned = (where.q_segment_ids > columns) | (where.q_segment_ids < 0)
     return jnp.where(unassigned[:, :, None, None], jnp.nan, out)

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.spec import ArgumentError
+from pallas_kernels.math.spec import ArgumentError
 
 TABLE = Path(__file__).with_name("tiles.json")
 FIELDS = {  # of a row, what it is found by and what it says
@@ -77,19 +77,19 @@ def on_tpu() -> bool:
 
 
 def choose_tiles(
-    kind: str, q_length: int, kv_length: int, head_dim: int, *, window: int | None = None, walk: bool = False
+    kind: str, q_length: int, kv_length: int, head_dim: int, *, window: int | None = None, scheduled: bool = False
 ) -> Tiles:
     """The tiles for a call on a device of this kind, made to fit the lengths.
 
     Args:
       window: of a call that the window kernel serves alone, to which the table's rows for the forward pass apply;
         None in any other call. The backward pass may change the tiles: `backward_tiles`.
-      walk: the call is a scheduled kernel's, its positions the default ones. Larger blocks then visit no more tiles,
-        and fill and drain the kernel's pipeline less often.
+      scheduled: the call is a scheduled kernel's, its positions the default ones. Larger blocks then visit no more
+        tiles, and fill and drain the kernel's pipeline less often.
     """
     tiles = next((tiles for name, tiles in _BY_GENERATION.items() if name in kind), Tiles())
     block, sum_on_mxu = (1024, tiles.sum_on_mxu) if head_dim <= 128 else (512, False)
-    block *= 2 if walk else 1
+    block *= 2 if scheduled else 1
     tiles = dataclasses.replace(tiles, q_block=block, kv_block=block, sum_on_mxu=sum_on_mxu)
     if row := _nearest(kind, "forward", head_dim, window):
         block = row["block"]

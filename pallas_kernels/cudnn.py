@@ -9,8 +9,8 @@ from typing import Literal
 import jax
 from jax.extend.backend import get_backend
 
+from pallas_kernels.math.spec import AttentionSpec, Coordinates, PerHead
 from pallas_kernels.request import Request
-from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead
 
 DTYPES = ("bfloat16", "float16")
 FORWARD = "dot_product_attention_fwd_wrapper"  # the primitive whose results the backward pass needs

@@ -1,21 +1,18 @@
-"""Which implementation takes a call, and what it will launch: `plan`, a pure function of what is static in the call.
+"""Which implementation takes a call (`choose`), and what it launches (`dispatched`).
 
-The public functions do what the plan says. `swa-jax bench attention --dry-run` and docs/kernels.md print it.
+The public functions call what `choose` says, and that runs the launches which are listed here: `swa-jax bench attention
+--dry-run` and docs/kernels.md print them.
 """
 
 import logging
-import math
 from typing import Literal, get_args
-
-import jax
-import jax.numpy as jnp
 
 from pallas_kernels import cudnn, xla
 from pallas_kernels.blocks import device_kind, platform
-from pallas_kernels.request import Device, Launch, Op, Plan, Request
-from pallas_kernels.schedule import Kind
-from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.tpu import plan as tpu_plan
+from pallas_kernels.math.schedule import Kind
+from pallas_kernels.math.spec import AttentionSpec
+from pallas_kernels.request import Device, Dispatched, Op, Request
+from pallas_kernels.tpu.calls.listing import list_launches
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +22,6 @@ _BEST = {"tpu": ("tpu",), "gpu": ("cudnn", "triton")}  # by platform, the best f
 _TRITON_DTYPES = ("bfloat16", "float16", "float32")
 _TRITON_HEAD_DIM = 256  # at most
 _TPU_DTYPES = ("float32", "bfloat16")
-_TRITON_MASKS = (Kind.FULL, Kind.BY_TOKEN)
 
 
 def current_device(implementation: str | None = None) -> Device:
@@ -41,19 +37,16 @@ def current_device(implementation: str | None = None) -> Device:
     return Device(name, kind, triton.compute_capability() if triton.on_gpu() else None, cudnn=has_cudnn)
 
 
-def plan(request: Request) -> Plan:
-    """The implementation for a call and its launches.
-
-    Raises:
-      ValueError: the call names an implementation that does not exist.
-      NotImplementedError: the implementation that the call names cannot do it; the sentence says what is missing.
-    """
+def dispatched(request: Request) -> Dispatched:
+    """The implementation for a call and its launches; raises as `choose`."""
     name, fallback = choose(request)
     if name == "tpu":
-        return Plan(name, tpu_plan.launches(request), fallback=fallback)
+        return Dispatched(name, list_launches(request), fallback=fallback)
     if name == "triton":
-        return Plan(name, _triton_launches(request), fallback=fallback)
-    return Plan(name, blocks=xla_blocks(request) if name == "xla" else None, fallback=fallback)
+        from pallas_kernels.gpu.listing import list_launches as list_gpu_launches
+
+        return Dispatched(name, list_gpu_launches(request), fallback=fallback)
+    return Dispatched(name, blocks=xla_blocks(request) if name == "xla" else None, fallback=fallback)
 
 
 def missing(name: str, request: Request) -> str | None:
@@ -77,7 +70,12 @@ def missing(name: str, request: Request) -> str | None:
 
 
 def choose(request: Request) -> tuple[str, str | None]:
-    """The implementation for a call, and why it is not the best one for the device; raises as `plan`."""
+    """The implementation for a call, and why it is not the best one for the device.
+
+    Raises:
+      ValueError: the call names an implementation that does not exist.
+      NotImplementedError: the implementation that the call names cannot do it; the sentence says what is missing.
+    """
     name = request.implementation
     if name is None:
         lacks = None
@@ -102,51 +100,15 @@ def xla_blocks(request: Request) -> tuple[int, int]:
     return xla.attention_blocks(request.batch * heads, request.spec.window, request.q_length, request.kv_length)
 
 
-def _triton_launches(request: Request) -> tuple[Launch, ...]:
-    from pallas_kernels import gpu
-
-    dtype = jnp.dtype(request.dtype)
-    q, k = (
-        jax.ShapeDtypeStruct((request.batch, length, heads, request.head_dim), dtype)
-        for length, heads in ((request.q_length, request.heads), (request.kv_length, request.kv_heads))
-    )
-    tiles = gpu.tiles_of(q, k, request.device.capability)  # type: ignore[arg-type]
-
-    def steps(length: int, block: int) -> int:
-        return math.ceil(length / block)
-
-    if request.op == "decode_attention":
-        shares = gpu.decode_shares(request.batch, request.kv_heads, steps(request.kv_length, tiles.decode.kv_block))
-        grid = (shares, request.kv_heads, request.batch)
-        name = "pool_decode_kernel" if "pools" in request.given else "decode_kernel"
-        return (Launch(name, grid, tiles.decode, _TRITON_MASKS),)
-    found = []
-    for backward in (False,) if request.inference else (False, True):
-        for keys in ("visible",) if request.op == "attention" else ("visible", "outside"):
-            kernels = (
-                (("dq_kernel", tiles.dq), ("dkv_kernel", tiles.dkv))
-                if backward
-                else (("forward_kernel", tiles.forward),)
-            )
-            for kernel, tile in kernels:
-                by_query = steps(request.q_length, tile.q_block), request.heads, request.batch
-                apart = keys == "visible" and gpu.heads_apart(request.spec, tiles.dkv, q, k)  # type: ignore[arg-type]
-                heads = request.heads if apart else request.kv_heads
-                by_key = steps(request.kv_length, tile.kv_block), heads, request.batch
-                grid = by_key if kernel == "dkv_kernel" else by_query
-                found.append(Launch(kernel, grid, tile, _TRITON_MASKS, keys, backward))
-    return tuple(found)
-
-
-def describe(planned: Plan) -> list[str]:
-    """A line for each launch of a plan: kernel, grid, tiles and masks."""
-    if not planned.launches:
-        blocks = "" if planned.blocks is None else ", blocks of {} queries and {} keys".format(*planned.blocks)
-        return [f"{planned.implementation}: no kernel{blocks}"]
+def describe(found: Dispatched) -> list[str]:
+    """A line for each launch: kernel, grid, tiles and masks."""
+    if not found.launches:
+        blocks = "" if found.blocks is None else ", blocks of {} queries and {} keys".format(*found.blocks)
+        return [f"{found.implementation}: no kernel{blocks}"]
     return [
         f"{launch.kernel} ({launch.keys} keys), grid {' x '.join(map(str, launch.grid))}, {launch.tiles}, "
         f"masks: {', '.join(kind.value for kind in launch.masks)}"
-        for launch in planned.launches
+        for launch in found.launches
     ]
 
 
@@ -177,14 +139,14 @@ def table() -> str:
         length = 1 if op == "decode_attention" else 8192
         facts = (op, spec, 1, length, 8192, 8, 2, 128, "bfloat16")
         inference = words.endswith("inference")
-        plans = [plan(Request(*facts, device, frozenset(given), inference)) for device in devices]
-        masks = {kind for launch in plans[0].launches for kind in launch.masks}
+        found = [dispatched(Request(*facts, device, frozenset(given), inference)) for device in devices]
+        masks = {kind for launch in found[0].launches for kind in launch.masks}
         ordered = ", ".join(kind.value for kind in Kind if kind in masks)
-        cells = [_kernels(planned) for planned in plans]
+        cells = [_kernels(one) for one in found]
         lines.append(f"| {words} | {cells[0]} | {ordered} | {cells[1]} | {cells[2]} |")
     return "\n".join(lines)
 
 
-def _kernels(planned: Plan) -> str:
-    names = dict.fromkeys(launch.kernel for launch in planned.launches)
-    return ", ".join(f"`{name}`" for name in names) or f"`{planned.implementation}.py`"
+def _kernels(found: Dispatched) -> str:
+    names = dict.fromkeys(launch.kernel for launch in found.launches)
+    return ", ".join(f"`{name}`" for name in names) or f"`{found.implementation}.py`"

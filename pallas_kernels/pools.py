@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from pallas_kernels import AttentionSpec, decode_attention
 from pallas_kernels.blocks import on_tpu
 from pallas_kernels.dispatch import Implementation, choose, current_device
-from pallas_kernels.parts import scale_queries
+from pallas_kernels.math.parts import scale_queries
+from pallas_kernels.math.spec import NEVER, Coordinates, PerHead, Pools, coordinates
 from pallas_kernels.request import Request
-from pallas_kernels.spec import NEVER, Coordinates, PerHead, Pools, coordinates
-from pallas_kernels.tpu.cache_write import write_pool
-from pallas_kernels.tpu.decode import Visited, decode_pool, pool_visits
+from pallas_kernels.tpu.decode.cache_write import write_pool
+from pallas_kernels.tpu.decode.decode import Visited, decode_pool, pool_visits
 
 
 def attend_over_pools(

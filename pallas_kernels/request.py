@@ -1,4 +1,4 @@
-"""The static facts of one attention call, and what an implementation makes of them: the words of `dispatch.plan`."""
+"""What is static in one attention call (`Request`), and what an implementation launches for it (`Dispatched`)."""
 
 import dataclasses
 from typing import Any, Literal, NamedTuple
@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.schedule import Kind
-from pallas_kernels.spec import AttentionSpec, Coordinates, Packing, PerHead
+from pallas_kernels.math.schedule import Kind
+from pallas_kernels.math.spec import AttentionSpec, Coordinates, Packing, PerHead
 
 Op = Literal["attention", "routed_attention", "decode_attention"]
 
@@ -105,8 +105,8 @@ class Request:
         )
 
 
-class Launch(NamedTuple):
-    """One launch of a kernel.
+class LaunchFacts(NamedTuple):
+    """One launch of a kernel, as it is printed.
 
     Attributes:
       kernel: the name that it has in compiled programs.
@@ -125,8 +125,8 @@ class Launch(NamedTuple):
     backward: bool = False
 
 
-class Plan(NamedTuple):
-    """How a call will be computed.
+class Dispatched(NamedTuple):
+    """What computes a call.
 
     Attributes:
       implementation: "tpu", "triton", "cudnn", "xla" or "reference".
@@ -136,6 +136,6 @@ class Plan(NamedTuple):
     """
 
     implementation: str
-    launches: tuple[Launch, ...] = ()
+    launches: tuple[LaunchFacts, ...] = ()
     blocks: tuple[int, int] | None = None
     fallback: str | None = None

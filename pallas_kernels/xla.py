@@ -1,6 +1,6 @@
 """Blockwise attention in plain jax.numpy: time and memory O(T * window), on any device; the default on CPUs.
 
-How it works. Queries and keys are cut into blocks. `lax.scan` walks over the query blocks; inside, a `fori_loop` with
+How it works. Queries and keys are cut into blocks. `lax.scan` visits the query blocks; inside, a `fori_loop` with
 a run-time bound visits only the KV blocks that the schedule lists for this query block. Each visit computes one tile
 of logits, asks `spec.visible` which of them count, and adds it to the block's softmax with the usual running maximum m
 and running sum l (FlashAttention):
@@ -10,7 +10,7 @@ and running sum l (FlashAttention):
 ending in out = acc / l and lse = m + log l. Sigmoid attention has no normaliser: its tiles simply add up.
 
 The backward pass is written by hand, because differentiating the loops would save every tile. It keeps only out and
-lse, walks the same schedule, recomputes each tile's weights p = e^(s - lse), and with
+lse, follows the same schedule, recomputes each tile's weights p = e^(s - lse), and with
 delta = rowsum(dout * out) - dlse (so a cotangent for lse costs nothing) adds up
 
     dv += p^T dout,   ds = p * (dout v^T - delta),   dq += ds k,   dk += ds^T q
@@ -31,12 +31,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import parts
 from pallas_kernels.blocks import platform
-from pallas_kernels.nonfinite import finite, taint
-from pallas_kernels.ring import Ring, attend_to_all, gradients_of_all
-from pallas_kernels.schedule import make_schedule
-from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead, visible
+from pallas_kernels.math import parts
+from pallas_kernels.math.nonfinite import finite, nan_marks
+from pallas_kernels.math.ring import Ring, attend_to_all, gradients_of_all
+from pallas_kernels.math.schedule import schedule_pairs
+from pallas_kernels.math.spec import AttentionSpec, Coordinates, PerHead, visible
 
 
 def attention(
@@ -49,7 +49,7 @@ def attention(
     ring: Ring | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns out [B, T, H, D] and lse [B, T, H] (None for sigmoid), both in float32 or wider."""
-    static = _Static.choose(spec, q, k, per_head.full_heads, ring)
+    static = _XlaStatic.choose(spec, q, k, per_head.full_heads, ring)
     out, lse = _by_kv_head(q, k, v, per_head, where, static)
     return parts.join_sinks(out, lse, per_head.sink_logits)
 
@@ -67,7 +67,7 @@ def routed_attention(
     ring: Ring | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns gate * O_full + (1 - gate) * O_window and the branch disagreement [B, T]; see `parts.route`."""
-    static = _Static.choose(spec, q, k, per_head.full_heads, ring)
+    static = _XlaStatic.choose(spec, q, k, per_head.full_heads, ring)
 
     def part(q, where, outside):
         return _by_kv_head(q, k, v, per_head, where, dataclasses.replace(static, outside=outside))
@@ -79,7 +79,7 @@ def decode_attention(
     q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, spec: AttentionSpec, where: Coordinates, per_head: PerHead
 ) -> jax.Array:
     """Attention of a few queries over a cache, in KV blocks that divide it so that it is not copied for padding."""
-    static = _Static(spec, *decode_blocks(q.shape[1], k_cache.shape[1]))
+    static = _XlaStatic(spec, *decode_blocks(q.shape[1], k_cache.shape[1]))
     out, lse = _by_kv_head(q, k_cache, v_cache, per_head, where, static)
     return parts.join_sinks(out, lse, per_head.sink_logits)[0]
 
@@ -92,7 +92,7 @@ class _HeadBias(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Static:
+class _XlaStatic:
     spec: AttentionSpec
     q_block: int
     kv_block: int
@@ -100,7 +100,7 @@ class _Static:
     outside: bool = False  # attend to what `spec` does *not* see of the keys that full attention would
 
     @classmethod
-    def choose(cls, spec: AttentionSpec, q, k, full_heads, ring: Ring | None) -> "_Static":
+    def choose(cls, spec: AttentionSpec, q, k, full_heads, ring: Ring | None) -> "_XlaStatic":
         batch, q_length, heads, _ = q.shape
         if full_heads is not None:
             heads //= full_heads.shape[0]
@@ -132,7 +132,7 @@ def block_size(rows: int, window: int | None) -> int:
     return 2 ** max(5, min(9, largest.bit_length() - 1))
 
 
-def _by_kv_head(q, k, v, per_head: PerHead, where: Coordinates, static: _Static):
+def _by_kv_head(q, k, v, per_head: PerHead, where: Coordinates, static: _XlaStatic):
     """The core, once for all KV heads, or once for each when some are full and so have another schedule."""
     bias, full_heads = _HeadBias(per_head.alibi_slopes, per_head.sigmoid_bias), per_head.full_heads
     q, k, v, bias, where, full_heads = parts.vary_alike((q, k, v, bias, where, full_heads))
@@ -157,7 +157,7 @@ def _by_kv_head(q, k, v, per_head: PerHead, where: Coordinates, static: _Static)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(static: _Static, q, k, v, bias: _HeadBias, where: Coordinates):
+def _flash(static: _XlaStatic, q, k, v, bias: _HeadBias, where: Coordinates):
     """The core: out [B, T, H, D] and lse [B, T, H] (None for sigmoid) in the accumulation dtype."""
     return _flash_fwd(static, q, k, v, bias, where)[0]
 
@@ -193,7 +193,7 @@ class _QueryBlock(NamedTuple):
     """One step of the scan over query blocks (outside the scan, all of them, with a leading axis nq)."""
 
     q: jax.Array  # [B, K, G, bq, D], finite
-    taint: jax.Array  # [B, K, G, bq]
+    nan_marks: jax.Array  # [B, K, G, bq]
     pos: jax.Array  # [B, bq]
     seg: jax.Array | None
     full: jax.Array | None
@@ -204,7 +204,7 @@ class _QueryBlock(NamedTuple):
 class _Keys(NamedTuple):
     k: jax.Array  # [B, nk, bk, K, D], finite
     v: jax.Array
-    taint: jax.Array  # [B, nk, bk, K]
+    nan_marks: jax.Array  # [B, nk, bk, K]
     pos: jax.Array  # [B, nk, bk]
     seg: jax.Array | None
 
@@ -212,9 +212,9 @@ class _Keys(NamedTuple):
         return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, j, axis=1, keepdims=False), self)
 
 
-def _forward(static: _Static, q, k, v, bias: _HeadBias, where: Coordinates):
+def _forward(static: _XlaStatic, q, k, v, bias: _HeadBias, where: Coordinates):
     spec = static.spec
-    tile = _Tile(static, q, k, bias)
+    tile = _BlockPair(static, q, k, bias)
     queries, keys = _cut(static, q, k, v, where)
 
     def query_block(_, row: _QueryBlock):
@@ -249,9 +249,9 @@ def _forward(static: _Static, q, k, v, bias: _HeadBias, where: Coordinates):
     return _join_rows(out, q.shape), None if lse is None else _join_rows(lse, q.shape[:3])
 
 
-def _backward(static: _Static, q, k, v, bias: _HeadBias, where: Coordinates, out, lse, dout, dlse):
+def _backward(static: _XlaStatic, q, k, v, bias: _HeadBias, where: Coordinates, out, lse, dout, dlse):
     spec = static.spec
-    tile = _Tile(static, q, k, bias)
+    tile = _BlockPair(static, q, k, bias)
     queries, keys = _cut(static, q, k, v, where)
     statistics: tuple[jax.Array, ...] = ()
     if lse is not None:
@@ -259,7 +259,7 @@ def _backward(static: _Static, q, k, v, bias: _HeadBias, where: Coordinates, out
         delta = jnp.where(sees_any, (dout * out).sum(axis=-1) - dlse, 0)
         statistics = tuple(_cut_rows(x, static.q_block, k.shape[2]) for x in (jnp.where(sees_any, lse, 0), delta))
     dout = _cut_rows(dout, static.q_block, k.shape[2])
-    queries = queries._replace(taint=queries.taint + taint(dout))
+    queries = queries._replace(nan_marks=queries.nan_marks + nan_marks(dout))
     # A block of rows whose cotangents are all zero (rows routed to the other branch, padding) changes nothing.
     active = jnp.stack([(x != 0).any(axis=range(1, x.ndim)) for x in (dout, *statistics[1:])]).any(axis=0)  # [nq]
     queries = queries._replace(num_visits=jnp.where(active, queries.num_visits, 0))
@@ -305,14 +305,14 @@ def _backward(static: _Static, q, k, v, bias: _HeadBias, where: Coordinates, out
     return _join_rows(dq, q.shape), dk, dv, _HeadBias(None, dbias)
 
 
-class _Tile:
+class _BlockPair:
     """Logits and mask of one (query block, KV block) pair."""
 
-    def __init__(self, static: _Static, q, k, bias: _HeadBias):
+    def __init__(self, static: _XlaStatic, q, k, bias: _HeadBias):
         self.spec, self.outside = static.spec, static.outside
         self.dtype = jnp.promote_types(q.dtype, jnp.float32)
         self.precision = lax.Precision.DEFAULT if q.dtype.itemsize < 4 else lax.Precision.HIGHEST
-        self.scale = q.shape[3] ** -0.5 if self.spec.scale is None else self.spec.scale
+        self.scale = self.spec.scale_for(q.shape[3])
         self.bias = jax.tree.map(lambda x: x.astype(self.dtype).reshape(k.shape[2], -1), bias)  # [K, G]
 
     def dot(self, equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -330,19 +330,19 @@ class _Tile:
             logits = logits + self.bias.slopes[:, :, None, None] * distance[:, None, None]
         if self.bias.constant is not None:
             logits = logits + self.bias.constant[:, :, None, None]
-        return logits + (row.taint[..., None] + kv.taint.swapaxes(1, 2)[:, :, None, None]), slope
+        return logits + (row.nan_marks[..., None] + kv.nan_marks.swapaxes(1, 2)[:, :, None, None]), slope
 
     def mask(self, row: _QueryBlock, kv: _Keys) -> jax.Array:
         """[B, 1, 1, bq, bk] bool, B being 1 when all rows of the batch agree."""
-        q_pos, q_seg, full = (None if x is None else x[:, :, None] for x in (row.pos, row.seg, row.full))
-        kv_pos, kv_seg = (None if x is None else x[:, None, :] for x in (kv.pos, kv.seg))
-        seen = visible(self.spec, q_pos, kv_pos, q_seg, kv_seg, full)
+        q_pos, q_segment_ids, full = (None if x is None else x[:, :, None] for x in (row.pos, row.seg, row.full))
+        kv_pos, kv_segment_ids = (None if x is None else x[:, None, :] for x in (kv.pos, kv.seg))
+        seen = visible(self.spec, q_pos, kv_pos, q_segment_ids, kv_segment_ids, full)
         if self.outside:
-            seen = visible(dataclasses.replace(self.spec, window=None), q_pos, kv_pos, q_seg, kv_seg) & ~seen
+            seen = visible(self.spec.full, q_pos, kv_pos, q_segment_ids, kv_segment_ids) & ~seen
         return seen[:, None, None]
 
 
-def _cut(static: _Static, q, k, v, where: Coordinates) -> tuple[_QueryBlock, _Keys]:
+def _cut(static: _XlaStatic, q, k, v, where: Coordinates) -> tuple[_QueryBlock, _Keys]:
     """Pads to whole blocks (padding is at position -1, so nothing sees it), cuts, and schedules."""
 
     def q_side(x, fill):
@@ -356,11 +356,11 @@ def _cut(static: _Static, q, k, v, where: Coordinates) -> tuple[_QueryBlock, _Ke
         kv_pos=kv_side(where.kv_pos, -1),
         q_order=q_side(where.q_order, -1),
         kv_order=kv_side(where.kv_order, -1),
-        q_seg=q_side(where.q_seg, 0),
-        kv_seg=kv_side(where.kv_seg, 0),
+        q_segment_ids=q_side(where.q_segment_ids, 0),
+        kv_segment_ids=kv_side(where.kv_segment_ids, 0),
         full_rows=q_side(where.full_rows, False),
     )
-    schedule = make_schedule(static.spec, where, static.q_block, static.kv_block, outside=static.outside)
+    schedule = schedule_pairs(static.spec, where, static.q_block, static.kv_block, outside=static.outside)
 
     def blocks(x):  # [B, T] -> [nq, B, bq]
         return None if x is None else jnp.moveaxis(x.reshape(x.shape[0], -1, static.q_block), 1, 0)
@@ -368,14 +368,14 @@ def _cut(static: _Static, q, k, v, where: Coordinates) -> tuple[_QueryBlock, _Ke
     rows = _cut_rows(q, static.q_block, k.shape[2])
     queries = _QueryBlock(
         finite(rows),
-        taint(rows),
+        nan_marks(rows),
         blocks(where.q_pos),
-        blocks(where.q_seg),
+        blocks(where.q_segment_ids),
         blocks(where.full_rows),
         schedule.blocks,
         schedule.counts,
     )
-    keys = _Keys(finite(k), finite(v), taint(k, v), where.kv_pos, where.kv_seg)
+    keys = _Keys(finite(k), finite(v), nan_marks(k, v), where.kv_pos, where.kv_segment_ids)
     return queries, jax.tree.map(
         lambda x: (x := _pad(x, static.kv_block, 0)).reshape(x.shape[0], -1, static.kv_block, *x.shape[2:]), keys
     )

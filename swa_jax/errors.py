@@ -77,7 +77,7 @@ def sentence(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.filename is not None:
         what = _OF_A_FILE.get(type(error), f"cannot be read or written ({error.strerror}): name another")
         return f"{error.filename} {what}"
-    kernels = sys.modules.get("pallas_kernels.spec")  # not imported for this: with it would come JAX
+    kernels = sys.modules.get("pallas_kernels.math.spec")  # not imported for this: with it would come JAX
     return str(error) if kernels is not None and isinstance(error, kernels.ArgumentError) else None
 
 

@@ -16,8 +16,9 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels import AttentionSpec, alibi_slopes, ring
-from pallas_kernels.spec import Packing, PerHead, segment_positions
+from pallas_kernels import AttentionSpec, alibi_slopes
+from pallas_kernels.math import ring
+from pallas_kernels.math.spec import Packing, PerHead, segment_positions
 from swa_jax.evaluate import Example
 from swa_jax.families.pattern_files import load_pattern
 from swa_jax.model.config import ModelConfig

@@ -15,8 +15,9 @@ import pytest
 import swa_jax.checkpoint.safetensors_files
 import swa_jax.settings
 import swa_jax.train.processes
-from pallas_kernels import AttentionSpec, bench, blocks
-from pallas_kernels.spec import ArgumentError
+from pallas_kernels import AttentionSpec, blocks
+from pallas_kernels.math.spec import ArgumentError
+from swa_jax.bench import tpu_kernels
 from swa_jax.data.haystack import Haystack, draw_keys
 from swa_jax.data.lessons import Needles
 from swa_jax.data.sources import SourceConfig
@@ -148,7 +149,7 @@ MISTAKES = {
     "a tile table that is none": (lambda: blocks._read(ROOT / "README.md"), "no table of tiles"),
     "a window of no key": (lambda: AttentionSpec(window=0), "window is 0"),
     "an activation that is none": (lambda: AttentionSpec(activation="relu"), "activation is 'relu'"),
-    "a length of part of a block": (lambda: trace(bench.window_forward(T=1000, window=128)), "T is 1000"),
+    "a length of part of a block": (lambda: trace(tpu_kernels.window_forward(T=1000, window=128)), "T is 1000"),
     "no tokenizer": (lambda: load_tokenizer("absent"), r"no tokenizer at absent; expected a tokenizer\.json"),
 }
 

@@ -1,4 +1,4 @@
-"""Attention on NVIDIA GPUs: what surrounds the kernels of `gpu_triton`.
+"""Attention on NVIDIA GPUs: what surrounds the kernels of `triton.py`.
 
 Schedules as loop bounds, tile sizes, the custom gradient, the folding of a decoding step's queries into one
 block. The work is that of the schedule (window, sink tokens, segments, full rows, gates), not of the length.
@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import parts
 from pallas_kernels.blocks import table_rows
 from pallas_kernels.gpu import decode_kernels
 from pallas_kernels.gpu import triton as gpu_triton
 from pallas_kernels.gpu.fold import Fold
 from pallas_kernels.gpu.loop_bounds import loop_bounds, tables
-from pallas_kernels.gpu.operands import Operands, Side, Static, Tile
-from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead, Pools
+from pallas_kernels.gpu.operands import GpuStatic, Operands, Side, Tile
+from pallas_kernels.math import parts
+from pallas_kernels.math.spec import AttentionSpec, Coordinates, PerHead, Pools
 
 _PROGRAMS_IN_FLIGHT = 264  # two for each of an H100's 132 multiprocessors; decode splits its keys to reach it
 
@@ -82,7 +82,7 @@ def attention(
     per_head: PerHead,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns out [B, T, H, D] in q's dtype and lse [B, T, H] float32 (None for sigmoid)."""
-    static = Static(spec, not gpu_triton.on_gpu(), q.dtype.name)
+    static = GpuStatic(spec, not gpu_triton.on_gpu(), q.dtype.name)
     heads = _for_kernels(per_head)
     return _flash(static, _tiles(q, k), *parts.vary_alike((q, k, v, heads, where)))
 
@@ -102,7 +102,7 @@ def routed_attention(
     heads = _for_kernels(per_head._replace(sink_logits=None))  # they join afterwards
 
     def part(q, where, outside):
-        static = Static(spec, not gpu_triton.on_gpu(), outside=outside)
+        static = GpuStatic(spec, not gpu_triton.on_gpu(), outside=outside)
         return _flash(static, _tiles(q, k), *parts.vary_alike((q, k, v, heads, where)))
 
     return parts.route(part, q, gate, where, per_head.sink_logits, inference=inference)
@@ -112,7 +112,7 @@ def decode_attention(
     q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, spec: AttentionSpec, where: Coordinates, per_head: PerHead
 ) -> jax.Array:
     """Attention of a few queries over a cache, [B, T, H, D] float32; not differentiable."""
-    static = Static(spec, not gpu_triton.on_gpu())
+    static = GpuStatic(spec, not gpu_triton.on_gpu())
     heads = _for_kernels(per_head._replace(sink_logits=None))  # they join afterwards
     tile = _tiles(q, k_cache).decode
     out, lse = _decode(static, tile, *parts.vary_alike((q, k_cache, v_cache, heads, where)))
@@ -126,11 +126,13 @@ def _for_kernels(per_head: PerHead) -> PerHead:
     return floats._replace(full_heads=None if full is None else full.astype(jnp.int32))
 
 
-def _tiles(q: jax.Array, k: jax.Array) -> TilesByKernel:
+def _tiles(q: jax.Array, k: jax.Array | jax.ShapeDtypeStruct) -> TilesByKernel:
     return tiles_of(q, k, gpu_triton.compute_capability() if gpu_triton.on_gpu() else None)
 
 
-def tiles_of(q: jax.Array, k: jax.Array, capability: int | None) -> TilesByKernel:
+def tiles_of(
+    q: jax.Array | jax.ShapeDtypeStruct, k: jax.Array | jax.ShapeDtypeStruct, capability: int | None
+) -> TilesByKernel:
     """Those of a call on a device; of a Hopper if None. Shapes and dtype are read."""
     longest = [max(16, pl.next_power_of_2(x.shape[1])) for x in (q, k)]
 
@@ -140,26 +142,34 @@ def tiles_of(q: jax.Array, k: jax.Array, capability: int | None) -> TilesByKerne
     return TilesByKernel(*map(fit, tile_sizes(q.shape[3], q.dtype.itemsize, capability or 90)))
 
 
-def decode_shares(batch: int, kv_heads: int, blocks: int) -> int:
-    """How many programs share the keys of a KV head when decoding."""
-    return min(blocks, -(-_PROGRAMS_IN_FLIGHT // (batch * kv_heads)))
+def decode_grid(batch: int, kv_heads: int, entries: int, tile: Tile) -> tuple[int, int, int]:
+    """Programs that share the keys of a KV head when decoding, KV heads, and sequences."""
+    blocks = -(-entries // tile.kv_block)
+    return min(blocks, -(-_PROGRAMS_IN_FLIGHT // (batch * kv_heads))), kv_heads, batch
 
 
-def heads_apart(spec: AttentionSpec, tile: Tile, q: jax.Array, k: jax.Array) -> bool:
+def each_head(
+    spec: AttentionSpec,
+    tile: Tile,
+    q: jax.Array | jax.ShapeDtypeStruct,
+    k: jax.Array | jax.ShapeDtypeStruct,
+    *,
+    outside: bool,
+) -> bool:
     """Whether the programs for keys' gradients take a query head each; their results are then added up.
 
     All queries visit the block of the sink tokens, one program a KV head. Where there are few others, all wait for it:
     with 4 sink tokens, forward and backward of one row of 8192 tokens and 8 KV heads took 1.9 times as long on an
     H200. The rule compares its visits with the mean of those of a multiprocessor.
     """
-    if not spec.num_sink_tokens or spec.window is None or q.shape[2] == k.shape[2]:
+    if outside or not spec.num_sink_tokens or spec.window is None or q.shape[2] == k.shape[2]:
         return False
     blocks_of_a_window = -(-spec.window // tile.kv_block)
     return k.shape[0] * k.shape[2] * blocks_of_a_window < _PROGRAMS_IN_FLIGHT
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _flash(static: Static, tiles: TilesByKernel, q, k, v, heads: PerHead, where: Coordinates):
+def _flash(static: GpuStatic, tiles: TilesByKernel, q, k, v, heads: PerHead, where: Coordinates):
     """The core: out [B, T, H, D] in `static.out_dtype` and lse [B, T, H] float32 (None for sigmoid)."""
     return _flash_fwd(static, tiles, q, k, v, heads, where)[0]
 
@@ -193,9 +203,9 @@ def _flash_bwd(static, tiles, saved, cotangents):
     x = _operands(static, tiles.dq, q, k, v, heads, where, **gradients)
     dq, dbias = gpu_triton.dq(static, tiles.dq, x)
     x = _operands(static, tiles.dkv, q, k, v, heads, where, by_key=True, **gradients)
-    apart = not static.outside and heads_apart(static.spec, tiles.dkv, q, k)
-    dk, dv = gpu_triton.dkv(static, tiles.dkv, x, apart)
-    if apart:
+    each = each_head(static.spec, tiles.dkv, q, k, outside=static.outside)
+    dk, dv = gpu_triton.dkv(static, tiles.dkv, x, each)
+    if each:
         dk, dv = (x.reshape(*k.shape[:3], -1, x.shape[3]).sum(axis=3).astype(k.dtype) for x in (dk, dv))
     return dq, dk, dv, PerHead(None, None if dbias is None else dbias.sum(axis=(0, 2)), dsinks, None), None
 
@@ -213,26 +223,26 @@ def decode_pools(
 ) -> jax.Array:
     """Attention of a few queries over the pools of a cache in one launch, [B, T, H, D] float32; not differentiable."""
     pools, specs = zip(*caches, strict=True)
-    static = Static(specs[0], not gpu_triton.on_gpu(), q.dtype.name)
+    static = GpuStatic(specs[0], not gpu_triton.on_gpu(), q.dtype.name)
     heads = _for_kernels(per_head._replace(sink_logits=None))  # they join afterwards
     fold = Fold(q.shape[1], q.shape[2], pools[0].slots.shape[0])
     keys = jax.ShapeDtypeStruct((1, max(y.k.shape[2] for y in pools), 1, 1), q.dtype)
-    tile = _tiles(q, keys).decode._replace(q_block=fold.rows)  # type: ignore[arg-type]
+    tile = _tiles(q, keys).decode._replace(q_block=fold.rows)
     x = decode_kernels.PoolOperands(fold.queries(q), pools, fold.per_head(heads), lengths, full_from)
-    shares = decode_shares(q.shape[0], fold.kv_heads, -(-keys.shape[1] // tile.kv_block))
+    shares, *_ = decode_grid(q.shape[0], fold.kv_heads, keys.shape[1], tile)
     x = parts.vary_alike(x)
     out, lse = decode_kernels.pool_decode(specs, static, tile, fold.tokens, fold.group, x, shares)
     return parts.join_sinks(*fold.merged(out, lse), per_head.sink_logits)[0]
 
 
-def _decode(static: Static, tile: Tile, q, k, v, heads: PerHead, where: Coordinates):
+def _decode(static: GpuStatic, tile: Tile, q, k, v, heads: PerHead, where: Coordinates):
     """Out [B, T, H, D] float32 and lse [B, T, H] (None for sigmoid); a KV head's queries are one block of rows."""
     fold = Fold(q.shape[1], q.shape[2], k.shape[2])
     tile = tile._replace(q_block=fold.rows)
     queries = {name: getattr(where, name) for name in ("q_pos", "q_order", "full_rows")}
     where = where._replace(**jax.tree.map(lambda x: jnp.repeat(x, fold.group, axis=1), queries))
     x = _operands(static, tile, fold.queries(q), k, v, fold.per_head(heads), where)
-    shares = decode_shares(q.shape[0], fold.kv_heads, x.keys.pos.shape[1] // tile.kv_block)
+    shares, *_ = decode_grid(q.shape[0], fold.kv_heads, k.shape[1], tile)
     return fold.merged(*decode_kernels.decode(static, tile, x, shares))
 
 
@@ -242,7 +252,7 @@ def _by_token(x, length: int):
 
 
 def _operands(
-    static: Static,
+    static: GpuStatic,
     tile: Tile,
     q,
     k,
@@ -259,20 +269,20 @@ def _operands(
     where = _blocked(where, tile)
     full = None if where.full_rows is None else where.full_rows.astype(jnp.int32)
 
-    def turned(x):  # [B, T, H] -> [B, H, T of whole blocks]
+    def by_head(x):  # [B, T, H] -> [B, H, T of whole blocks]
         return None if x is None else jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, -x.shape[1] % tile.q_block)))
 
     return Operands(
         q,
         k,
         v,
-        Side(where.q_pos, where.q_seg, full),
-        Side(where.kv_pos, where.kv_seg),
+        Side(where.q_pos, where.q_segment_ids, full),
+        Side(where.kv_pos, where.kv_segment_ids),
         heads,
         _bounds(static, tile, where, heads.full_heads is not None, active, by_key),
         dout,
-        turned(lse),
-        turned(delta),
+        by_head(lse),
+        by_head(delta),
     )
 
 
@@ -291,13 +301,13 @@ def _blocked(where: Coordinates, tile: Tile) -> Coordinates:
         kv_pos=side(where.kv_pos, tile.kv_block, -1),
         q_order=side(where.q_order, tile.q_block, -1),
         kv_order=side(where.kv_order, tile.kv_block, -1),
-        q_seg=side(where.q_seg, tile.q_block, 0),
-        kv_seg=side(where.kv_seg, tile.kv_block, 0),
+        q_segment_ids=side(where.q_segment_ids, tile.q_block, 0),
+        kv_segment_ids=side(where.kv_segment_ids, tile.kv_block, 0),
         full_rows=side(where.full_rows, tile.q_block, False),
     )
 
 
-def _bounds(static: Static, tile: Tile, where: Coordinates, some_full: bool, active, by_key: bool) -> jax.Array:
+def _bounds(static: GpuStatic, tile: Tile, where: Coordinates, some_full: bool, active, by_key: bool) -> jax.Array:
     """[rows, variants, blocks, 10] int32: bounds for heads that are not full and (if some are) for those that are."""
     variants = [where]
     if some_full:

@@ -18,9 +18,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.gpu import triton
-from pallas_kernels.gpu.operands import Operands, Side, Static, Tile
-from pallas_kernels.gpu.triton import Program, channels, normalise
-from pallas_kernels.spec import AttentionSpec, PerHead, Pools
+from pallas_kernels.gpu.operands import GpuStatic, Operands, Side, Tile
+from pallas_kernels.gpu.triton import GpuProgram, channels, normalise
+from pallas_kernels.math.spec import AttentionSpec, PerHead, Pools
 
 
 class PoolOperands(NamedTuple):
@@ -33,7 +33,7 @@ class PoolOperands(NamedTuple):
     full_from: jax.Array | None  # [B] int32
 
 
-def decode(static: Static, tile: Tile, x: Operands, shares: int) -> tuple[jax.Array, jax.Array | None]:
+def decode(static: GpuStatic, tile: Tile, x: Operands, shares: int) -> tuple[jax.Array, jax.Array | None]:
     """Out [B, K, shares, rows, D] float32 and lse without the last axis, base 2 (None for sigmoid).
 
     `x.q` is [B, rows, K, D]: the queries of a KV head, of any head and token, are rows. Slopes and bias are
@@ -45,7 +45,13 @@ def decode(static: Static, tile: Tile, x: Operands, shares: int) -> tuple[jax.Ar
 
 
 def pool_decode(
-    specs: tuple[AttentionSpec, ...], static: Static, tile: Tile, tokens: int, group: int, x: PoolOperands, shares: int
+    specs: tuple[AttentionSpec, ...],
+    static: GpuStatic,
+    tile: Tile,
+    tokens: int,
+    group: int,
+    x: PoolOperands,
+    shares: int,
 ) -> tuple[jax.Array, jax.Array | None]:
     """As `decode`, for `tokens` new tokens and `group` query heads of each KV head; `specs` are those of the pools."""
     batch, rows, kv_heads, head_dim = x.q.shape
@@ -77,11 +83,11 @@ def pool_decode(
         None if x.full_from is None else of_row(x.full_from),
     )
     programs = tuple(
-        Program(dataclasses.replace(static, spec=spec), tile, rows, y.k.shape[2], head_dim, x.q.dtype, per_kv_head=1)
+        GpuProgram(dataclasses.replace(static, spec=spec), tile, rows, y.k.shape[2], head_dim, x.q.dtype, per_kv_head=1)
         for spec, y in zip(specs, x.pools, strict=True)
     )
 
-    def pool_decode_kernel(program: Program, x: PoolOperands, *results):
+    def pool_decode_kernel(program: GpuProgram, x: PoolOperands, *results):
         _pool_decode_kernel(programs, tokens, group, x, *results)
 
     grid = shares, kv_heads, batch
@@ -89,7 +95,7 @@ def pool_decode(
     return out, lse[0] if lse else None
 
 
-def _results(static: Static, q: jax.Array, shares: int):
+def _results(static: GpuStatic, q: jax.Array, shares: int):
     batch, rows, kv_heads, head_dim = q.shape
     shape = (batch, kv_heads, shares, rows)
     block = (None, None, None, rows)
@@ -104,7 +110,7 @@ def _results(static: Static, q: jax.Array, shares: int):
 # Inside the kernels. All visits are taken as masked: time goes into reading the cache.
 
 
-def _decode_kernel(program: Program, x: Operands, out_ref, lse_ref=None):
+def _decode_kernel(program: GpuProgram, x: Operands, out_ref, lse_ref=None):
     q = program.load_queries(x.q, 0, lax.rem(pl.program_id(1), x.q.shape[1]))
     bounds, full_head = program.bounds(x, 0)
     visit, carry = program.attend(
@@ -125,7 +131,9 @@ def _decode_kernel(program: Program, x: Operands, out_ref, lse_ref=None):
     _store(program, carry, out_ref, lse_ref)
 
 
-def _pool_decode_kernel(programs: tuple[Program, ...], tokens: int, group: int, x: PoolOperands, out_ref, lse_ref=None):
+def _pool_decode_kernel(
+    programs: tuple[GpuProgram, ...], tokens: int, group: int, x: PoolOperands, out_ref, lse_ref=None
+):
     length = x.lengths[0]
     row = jnp.arange(x.q.shape[0])
     pos = jnp.where(row < tokens * group, length - tokens + lax.div(row, group), -1)
@@ -154,8 +162,8 @@ def _pool_decode_kernel(programs: tuple[Program, ...], tokens: int, group: int, 
     _store(programs[0], carry, out_ref, lse_ref)
 
 
-def _entries(program: Program, pools: Pools, slot, length):
-    """`load(j, masked)` for `Program.attend`."""
+def _entries(program: GpuProgram, pools: Pools, slot, length):
+    """`load(j, masked)` for `GpuProgram.attend`."""
     block = program.tile.kv_block
 
     def load(j, masked):
@@ -169,7 +177,7 @@ def _entries(program: Program, pools: Pools, slot, length):
     return load
 
 
-def _visits(program: Program, pools: Pools, length, tokens: int, some_full) -> tuple[Any, Any]:
+def _visits(program: GpuProgram, pools: Pools, length, tokens: int, some_full) -> tuple[Any, Any]:
     """How many blocks of a cache queries may see, and `block(i)`, the number of the i-th."""
     spec, block = program.static.spec, program.tile.kv_block
     stop = lax.div(jnp.minimum(length, program.kv_length) + block - 1, block)
@@ -192,7 +200,7 @@ def _by_row(ref):
     return None if ref is None else ref[...][:, None]
 
 
-def _store(program: Program, carry, out_ref, lse_ref):
+def _store(program: GpuProgram, carry, out_ref, lse_ref):
     out = carry
     if lse_ref is not None:
         out, lse_ref[...] = normalise(carry)

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import parts
-from pallas_kernels.spec import PerHead
+from pallas_kernels.math import parts
+from pallas_kernels.math.spec import PerHead
 
 
 class Fold(NamedTuple):

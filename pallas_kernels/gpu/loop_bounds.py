@@ -1,6 +1,6 @@
 """Loop bounds for kernels that find their blocks by arithmetic.
 
-A kernel without scalar prefetch cannot walk a list of blocks cheaply: a load whose address waits for another
+A kernel without scalar prefetch cannot follow a list of blocks cheaply: a load whose address waits for another
 load is not pipelined. So the visits of a block (of queries, or of keys) become two loops over plain ranges:
 
 * *whole* visits, where every pair is visible: one range, and the mask need not be computed;
@@ -17,13 +17,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.schedule import fully_visible_by_row, visited_by_row
-from pallas_kernels.spec import AttentionSpec, Coordinates
+from pallas_kernels.math.schedule import fully_visible_by_row, visited_by_row
+from pallas_kernels.math.spec import AttentionSpec, Coordinates
 
 _RANGES = 4
 
 
-class Bounds(NamedTuple):
+class LoopBounds(NamedTuple):
     """One row of `loop_bounds`, as scalars."""
 
     ends: tuple  # the counter at which each range of masked visits ends
@@ -31,7 +31,7 @@ class Bounds(NamedTuple):
     whole: tuple  # first and last + 1 of the whole visits
 
     @classmethod
-    def read(cls, column) -> "Bounds":
+    def read(cls, column) -> "LoopBounds":
         """`column(i)` returns entry i of the row."""
         entries = [column(i) for i in range(2 * _RANGES + 2)]
         return cls(tuple(entries[:_RANGES]), tuple(entries[_RANGES : 2 * _RANGES]), tuple(entries[2 * _RANGES :]))
@@ -49,7 +49,7 @@ class Bounds(NamedTuple):
 
 
 def loop_bounds(table: jax.Array, whole: jax.Array) -> jax.Array:
-    """[..., n, m] bool tables of blocks visited and of those wholly visible -> [..., n, 10] int32 (`Bounds.read`)."""
+    """Tables [..., n, m] bool of blocks visited and of those wholly visible -> [..., n, 10] int32 (`LoopBounds`)."""
     m = table.shape[-1]
     index = jnp.arange(m, dtype=jnp.int32)
 
@@ -86,7 +86,7 @@ def tables(
 
     Args:
       where: every array with the same leading axis `rows`; lengths are multiples of the blocks.
-      outside: as in `make_schedule`.
+      outside: as in `schedule_pairs`.
     """
 
     sizes = q_block, kv_block

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.spec import AttentionSpec, PerHead
+from pallas_kernels.math.spec import AttentionSpec, PerHead
 
 
 class Tile(NamedTuple):
@@ -41,10 +41,20 @@ class Operands(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Static:
+class GpuStatic:
     """What is compiled into a kernel."""
 
     spec: AttentionSpec
     interpret: bool
     out_dtype: str = "float32"
     outside: bool = False  # attend to what `spec` does *not* see of the keys that full attention would
+
+
+def query_grid(tile: Tile, q: jax.Array | jax.ShapeDtypeStruct) -> tuple[int, int, int]:
+    """The programs for queries [B, T, H, D]: blocks of them, heads, rows of the batch."""
+    return -(-q.shape[1] // tile.q_block), q.shape[2], q.shape[0]
+
+
+def key_grid(tile: Tile, k: jax.Array | jax.ShapeDtypeStruct, heads: int) -> tuple[int, int, int]:
+    """The programs for keys [B, S, K, D], of so many heads."""
+    return -(-k.shape[1] // tile.kv_block), heads, k.shape[0]

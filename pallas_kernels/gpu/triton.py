@@ -8,7 +8,7 @@ need a mask, one over tiles visible as a whole.
 * forward: a program per query block and query head; out and lse by the running maximum and sum of
   FlashAttention.
 * dq: a program per query block and query head.
-* dkv: a program per KV block and KV head, which walks over the query heads of its group, or one per query
+* dkv: a program per KV block and KV head, which visits the query heads of its group, or one per query
   head. Its tiles are transposed, so that the weights need not be before `p^T dout`.
 * decode, in `decode_kernels`: a program per KV head and share of the visits.
 
@@ -26,11 +26,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.gpu.loop_bounds import Bounds
-from pallas_kernels.gpu.operands import Operands, Side, Static, Tile
-from pallas_kernels.nonfinite import finite, is_finite
-from pallas_kernels.parts import LOG2E
-from pallas_kernels.spec import visible
+from pallas_kernels.gpu.loop_bounds import LoopBounds
+from pallas_kernels.gpu.operands import GpuStatic, Operands, Side, Tile, key_grid, query_grid
+from pallas_kernels.math.nonfinite import finite, is_finite
+from pallas_kernels.math.parts import LOG2E
+from pallas_kernels.math.spec import visible
 
 
 def on_gpu() -> bool:
@@ -39,13 +39,13 @@ def on_gpu() -> bool:
 
 
 def compute_capability() -> int:
-    """That GPU's: 90 for 9.0, and so on."""
+    """The compute capability of that GPU: 90 for 9.0, and so on."""
     return plgpu.get_gpu_info().compute_capability
 
 
-def forward(static: Static, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Array | None]:
+def forward(static: GpuStatic, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Array | None]:
     """Out [B, T, H, D] in `static.out_dtype`, and lse [B, H, T of whole blocks] float32, base 2 (None: sigmoid)."""
-    grid = _query_grid(tile, x)
+    grid = query_grid(tile, x.q)
     results = [_sequence(x.q.shape, static.out_dtype)]
     if static.spec.activation == "softmax":
         results.append(_statistic(tile, grid))
@@ -53,9 +53,9 @@ def forward(static: Static, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Arr
     return out, lse[0] if lse else None
 
 
-def dq(static: Static, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Array | None]:
+def dq(static: GpuStatic, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Array | None]:
     """The gradient of q, and (if there is a bias) that of the bias by query row: [B, H, T of whole blocks] float32."""
-    grid = _query_grid(tile, x)
+    grid = query_grid(tile, x.q)
     results = [_sequence(x.q.shape, x.q.dtype)]
     if x.heads.sigmoid_bias is not None:
         results.append(_statistic(tile, grid))
@@ -63,27 +63,23 @@ def dq(static: Static, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Array | 
     return dq, dbias[0] if dbias else None
 
 
-def dkv(static: Static, tile: Tile, x: Operands, apart: bool) -> tuple[jax.Array, jax.Array]:
+def dkv(static: GpuStatic, tile: Tile, x: Operands, each_head: bool) -> tuple[jax.Array, jax.Array]:
     """The gradients of k and v; `x.bounds` are those of KV blocks.
 
-    With `apart`, what each query head adds to them: [B, S, H, D] float32.
+    With `each_head`, what each query head adds to them: [B, S, H, D] float32.
     """
-    heads = x.q.shape[2] if apart else x.k.shape[2]
-    grid = (x.keys.pos.shape[1] // tile.kv_block, heads, x.q.shape[0])
-    results = [_sequence((*y.shape[:2], heads, y.shape[3]), jnp.float32 if apart else y.dtype) for y in (x.k, x.v)]
+    heads = x.q.shape[2] if each_head else x.k.shape[2]
+    grid = key_grid(tile, x.k, heads)
+    results = [_sequence((*y.shape[:2], heads, y.shape[3]), jnp.float32 if each_head else y.dtype) for y in (x.k, x.v)]
     dk, dv = call(_dkv_kernel, static, tile, x, grid, results)
     return dk, dv
-
-
-def _query_grid(tile: Tile, x: Operands) -> tuple[int, int, int]:
-    return x.queries.pos.shape[1] // tile.q_block, x.q.shape[2], x.q.shape[0]
 
 
 # Each program is handed the whole sequences of its KV head and row of the batch, and reads what it visits.
 # Grids are (blocks, heads, batch), the blocks fastest, so that programs that run together share keys.
 
 
-def call(kernel, static: Static, tile: Tile, x: Operands, grid: tuple[int, int, int], results):
+def call(kernel, static: GpuStatic, tile: Tile, x: Operands, grid: tuple[int, int, int], results):
     """Runs `kernel` over the grid; `results` are pairs of a shape and a block spec."""
     kv_heads, head_dim = x.k.shape[2:]
     width = channels(head_dim)
@@ -118,11 +114,11 @@ def call(kernel, static: Static, tile: Tile, x: Operands, grid: tuple[int, int, 
         *jax.tree.map(statistic, (x.lse, x.delta)),
     )
     lengths = x.q.shape[1], x.k.shape[1]
-    program = Program(static, tile, *lengths, head_dim, x.q.dtype, per_kv_head)
+    program = GpuProgram(static, tile, *lengths, head_dim, x.q.dtype, per_kv_head)
     return launch(kernel, program, x, specs, grid, results)
 
 
-def launch(kernel, program: "Program", x, specs, grid: tuple[int, int, int], results):
+def launch(kernel, program: "GpuProgram", x, specs, grid: tuple[int, int, int], results):
     """`kernel(program, references to x, references to the results)` over the grid."""
     shapes, out_specs = zip(*results, strict=True)
     tile = program.tile
@@ -168,10 +164,10 @@ def _statistic(tile: Tile, grid):
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class GpuProgram:
     """What a kernel knows when it is compiled, and the pieces that all kernels share."""
 
-    static: Static
+    static: GpuStatic
     tile: Tile
     q_length: int
     kv_length: int
@@ -181,7 +177,7 @@ class Program:
 
     @property
     def scale(self) -> float:
-        return self.head_dim**-0.5 if self.static.spec.scale is None else self.static.spec.scale
+        return self.static.spec.scale_for(self.head_dim)
 
     @property
     def query_factor(self) -> float:
@@ -256,13 +252,13 @@ class Program:
         axes = (((contract[0],), (contract[1],)), ((), ()))
         return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
 
-    def bounds(self, x: Operands, block) -> tuple[Bounds, jax.Array | None]:
+    def bounds(self, x: Operands, block) -> tuple[LoopBounds, jax.Array | None]:
         """The bounds of a block's loops, and whether the head is full."""
         full = None if x.heads.full_heads is None else x.heads.full_heads[0]
         variant = 0 if full is None else full
-        return Bounds.read(lambda i: x.bounds[variant, block, i]), None if full is None else full != 0
+        return LoopBounds.read(lambda i: x.bounds[variant, block, i]), None if full is None else full != 0
 
-    def loops(self, bounds: Bounds, visit, carry):
+    def loops(self, bounds: LoopBounds, visit, carry):
         """Runs `carry = visit(block, carry, masked)` over both kinds of visits."""
         carry = lax.fori_loop(0, bounds.num_masked, lambda i, c: visit(bounds.block(i), c, True), carry)
         first, last = bounds.whole
@@ -294,8 +290,7 @@ class Program:
             full = jnp.broadcast_to(full_head, queries.pos.shape) if full is None else full | full_head
         seen = visible(spec, queries.pos, keys.pos, queries.seg, keys.seg, full)
         if self.static.outside:
-            anything = dataclasses.replace(spec, window=None)
-            seen = visible(anything, queries.pos, keys.pos, queries.seg, keys.seg) & ~seen
+            seen = visible(spec.full, queries.pos, keys.pos, queries.seg, keys.seg) & ~seen
         return seen
 
     def keys_of(self, x: Operands):
@@ -317,8 +312,8 @@ class Program:
             logits, _ = self.logits(self.dot(q, k, (1, 1)), queries, keys, slopes, bias)
             if not masked:
                 return logits, None, v
-            spoilt = jnp.where(is_finite(v), 0.0, 1.0).sum(axis=1) > 0  # [keys]: NaN for those who see them
-            logits = jnp.where(spoilt[None, :], jnp.nan, logits)
+            nonfinite = jnp.where(is_finite(v), 0.0, 1.0).sum(axis=1) > 0  # [keys]: NaN for those who see them
+            logits = jnp.where(nonfinite[None, :], jnp.nan, logits)
             return logits, self.mask(queries, keys, full_head), finite(v)
 
         def sigmoid(j, acc, masked):
@@ -386,7 +381,7 @@ def _scalar(ref, g):
     return None if ref is None else ref[g]
 
 
-def _forward_kernel(program: Program, x: Operands, out_ref, lse_ref=None):
+def _forward_kernel(program: GpuProgram, x: Operands, out_ref, lse_ref=None):
     i, g = _latest_first(pl.program_id(0), pl.num_programs(0)), lax.rem(pl.program_id(1), x.q.shape[1])
     q = program.load_queries(x.q, i, g)
     queries = program.queries(x.queries, i, 1)
@@ -400,7 +395,7 @@ def _forward_kernel(program: Program, x: Operands, out_ref, lse_ref=None):
     program.store_queries(out_ref, i, out)
 
 
-def _dq_kernel(program: Program, x: Operands, dq_ref, dbias_ref=None):
+def _dq_kernel(program: GpuProgram, x: Operands, dq_ref, dbias_ref=None):
     i, g = _latest_first(pl.program_id(0), pl.num_programs(0)), lax.rem(pl.program_id(1), x.q.shape[1])
     block = program.tile.q_block
     q, dout = program.load_queries(x.q, i, g), program.load_cotangents(x.dout, i, g)
@@ -428,7 +423,7 @@ def _dq_kernel(program: Program, x: Operands, dq_ref, dbias_ref=None):
         dbias_ref[...] = dbias
 
 
-def _dkv_kernel(program: Program, x: Operands, dk_ref, dv_ref):
+def _dkv_kernel(program: GpuProgram, x: Operands, dk_ref, dv_ref):
     j = pl.program_id(0)
     block = program.tile.q_block
     k, v = (program.load_keys(ref, j) for ref in (x.k, x.v))

@@ -1,20 +1,21 @@
 """Attention on TPUs: `attention`, `routed_attention` and `decode_attention`."""
 
+import dataclasses
+
 import jax
 
-from pallas_kernels.parts import join_sinks
-from pallas_kernels.ring import Ring, RowOrder, one_part
-from pallas_kernels.rotary import Rotation
-from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead
-from pallas_kernels.tpu.attend import attend
-from pallas_kernels.tpu.decode import decode_attention
-from pallas_kernels.tpu.pairs import in_pairs, side_by_side
-from pallas_kernels.tpu.passes import call_of
-from pallas_kernels.tpu.routed import routed_attention
-from pallas_kernels.tpu.tiles import with_scale
-from pallas_kernels.tpu.turning import left_to_kernels, turns_queries
+from pallas_kernels.math.parts import join_sinks
+from pallas_kernels.math.ring import Ring, RowOrder, one_part
+from pallas_kernels.math.rotary import Rotation
+from pallas_kernels.math.spec import AttentionSpec, Coordinates, PerHead
+from pallas_kernels.tpu.calls.attend import attend_to_keys
+from pallas_kernels.tpu.calls.launches import call_of
+from pallas_kernels.tpu.calls.routed import routed_attention
+from pallas_kernels.tpu.decode.decode import decode_attention
+from pallas_kernels.tpu.tile.pairs import in_pairs, side_by_side
+from pallas_kernels.tpu.tile.rotation import left_to_kernels, rotates_queries
 
-__all__ = ["attention", "decode_attention", "routed_attention", "turns_queries"]
+__all__ = ["attention", "decode_attention", "rotates_queries", "routed_attention"]
 
 
 def attention(
@@ -31,10 +32,10 @@ def attention(
     """Returns out [B, T, H, D] in q's dtype and lse [B, T, H] f32 (None for sigmoid)."""
     shape, pairs = q.shape, in_pairs(q, k, spec, per_head)
     if pairs:
-        spec = with_scale(spec, q.shape[3])
+        spec = dataclasses.replace(spec, scale=spec.scale_for(q.shape[3]))
         q, k, v = side_by_side(q, k, v)
     call = call_of(q, spec, one_part(ring, where), per_head, order)
     call, where = left_to_kernels(call, where, rotation)
-    out, lse = attend(call, q, k, v, where, per_head, ring, pairs)
+    out, lse = attend_to_keys(call, q, k, v, where, per_head, ring, pairs)
     out = out.reshape(shape)
     return join_sinks(out, lse, per_head.sink_logits)

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import AttentionSpec, alibi_slopes, attention, decode_attention, routed_attention
-from pallas_kernels.bench import routed_rows
 from pallas_kernels.dispatch import current_device
 from pallas_kernels.request import Op, Request
+from swa_jax.bench.tpu_kernels import routed_rows
 
 PASSES = ("forward", "forward+backward", "decode")
 VARIANTS = ("plain", "sink-tokens", "sigmoid", "routed")
@@ -55,7 +55,7 @@ class Case:
         return AttentionSpec(self.window, sinks, "sigmoid" if self.variant == "sigmoid" else "softmax")
 
     def request(self) -> Request:
-        """The call of the public function, for `pallas_kernels.dispatch.plan`."""
+        """The call of the public function, for `pallas_kernels.dispatch.dispatched`."""
         decode = self.which == "decode"
         given = {"q_positions", "kv_positions"} if decode else {"q_segment_ids"} if self.documents else set()
         given |= {"alibi_slopes", "sigmoid_bias"} if self.variant == "sigmoid" else set()

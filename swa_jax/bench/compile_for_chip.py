@@ -1,4 +1,4 @@
-"""Compiles one function of `pallas_kernels.bench`, or of `peer_calls`, for a TPU that is not here.
+"""Compiles one function of `swa_jax.bench.tpu_kernels`, or of `peer_calls`, for a TPU that is not here.
 
 `cycles` runs this in a process of its own, since libtpu reads its flags when it is loaded, and its simulator ends the
 process when it meets what it cannot do.
@@ -19,8 +19,7 @@ import jax
 from jax.experimental import topologies
 from jax.extend import core
 
-from pallas_kernels import bench
-from swa_jax.bench import peer_calls
+from swa_jax.bench import peer_calls, tpu_kernels
 
 LARGEST_FILE = 400_000_000  # bytes; libtpu's logs and dumps can grow to many times that
 
@@ -70,17 +69,17 @@ def main(name: str, topology: str, num_cores: int, settings: dict[str, Any]) -> 
     mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=abstract)
     here = jax.sharding.SingleDeviceSharding(device)
     peer = name in peer_calls.FUNCTIONS
-    function, arguments = (peer_calls if peer else bench).FUNCTIONS[name](**settings)
+    function, arguments = (peer_calls if peer else tpu_kernels).FUNCTIONS[name](**settings)
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), arguments)
     with jax.sharding.use_abstract_mesh(mesh):
         traced = jax.jit(function).trace(*arguments)
         lowered = traced.lower()
     launches = {kernel_name(eqn): eqn for eqn in pallas_calls(traced.jaxpr.jaxpr)}
-    unknown = peer or not bench.scalars_are_zero(name, **settings)
+    unknown = peer or not tpu_kernels.scalars_are_zero(name, **settings)
     if peer:
         counts = dict.fromkeys(launches, peer_calls.executions(name, **settings))
     else:
-        counts = bench.executions(name, device.device_kind, **settings)
+        counts = tpu_kernels.executions(name, device.device_kind, **settings)
     program = {
         "queries": arguments[0].shape,
         "kernels": {name: unknown and reads_scalar_memory(eqn) for name, eqn in launches.items()},

@@ -1,4 +1,4 @@
-"""The table of what kernels cost (`pallas_kernels.kernel_cycles`), which plans read: rows from measurements."""
+"""The table of what kernels cost (`swa_jax.plan.kernel_cycles`), which plans read: rows from measurements."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels import bench
-from pallas_kernels.kernel_cycles import Row
+from swa_jax.bench import tpu_kernels
 from swa_jax.bench.cycles import COUNTED, Measurement
 from swa_jax.errors import ConfigError
 from swa_jax.files import read_json, write_text
 
 # What a row can tell of a call; figures with other settings are of other calls.
 SETTINGS = ("H", "K", "T", "D", "window", "packed", "num_sink_tokens")
+Row = dict[str, Any]
 FUNCTIONS = tuple(
     f"{what}_{which}"
     for what in ("window", "full", "sigmoid", "routed")
@@ -55,7 +55,7 @@ def row_of(measurement: Measurement) -> Row:
     """The row of a measurement that has a figure, with the command that made it."""
     name, settings, cycles = measurement.function, measurement.settings, measurement.kernel_cycles_per_1024
     assert cycles is not None
-    _, (q, k, *_) = bench.FUNCTIONS[name](**settings)  # [1, H, T, D], [1, K, T, D]; nothing is computed
+    _, (q, k, *_) = tpu_kernels.FUNCTIONS[name](**settings)  # [1, H, T, D], [1, K, T, D]; nothing is computed
     options = "".join(f" --set {key}={json.dumps(value)}" for key, value in settings.items())
     kernels = [op for op in measurement.ops if op.name in measurement.kernels]
     return {

@@ -1,9 +1,9 @@
 """Cycles of the TPU kernels without a TPU: libtpu compiles for a real chip on this host and simulates what it made.
 
-Each function of `pallas_kernels.bench` is compiled in a process of its own (`compile_for_chip`). The simulator covers
-instructions and transfers within each op, not the memory traffic of XLA's own ops nor what runs side by side. Where it
-stops, or where a kernel's schedule is data that it cannot know, the op's cycles are counted from its code instead: the
-bundles of each block (`bundles`) times how often `pallas_kernels.bench.executions` says that it runs.
+Each function of `swa_jax.bench.tpu_kernels` is compiled in a process of its own (`compile_for_chip`). The simulator
+covers instructions and transfers within each op, not the memory traffic of XLA's own ops nor what runs side by side.
+Where it stops, or where a kernel's schedule is data that it cannot know, the op's cycles are counted from its code
+instead: the bundles of each block (`bundles`) times how often `swa_jax.bench.tpu_kernels.executions` says that it runs.
 """
 
 import dataclasses
@@ -20,10 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pallas_kernels import bench
-from pallas_kernels.bench import Executions
-from swa_jax.bench import peer_calls
+from swa_jax.bench import peer_calls, tpu_kernels
 from swa_jax.bench.bundles import Code, read_code
+from swa_jax.bench.tpu_kernels import Executions
 from swa_jax.chips import COMPILE_ONLY, TARGETS
 from swa_jax.errors import ConfigError
 
@@ -105,7 +104,7 @@ def read_settings(items: Sequence[str]) -> dict[str, Any]:
 
 def check(functions: Sequence[str], chips: Sequence[str], settings: dict[str, Any]) -> None:
     """Raises ConfigError for a name that is not known, before anything is compiled."""
-    known = {**bench.FUNCTIONS, **peer_calls.FUNCTIONS}
+    known = {**tpu_kernels.FUNCTIONS, **peer_calls.FUNCTIONS}
     for given, choices, what in ((functions, known, "function"), (chips, TARGETS, "chip")):
         for name in given:
             if name not in choices:
@@ -113,7 +112,7 @@ def check(functions: Sequence[str], chips: Sequence[str], settings: dict[str, An
     for function in functions:
         if function in peer_calls.FUNCTIONS:
             peer_calls.check_installed(function)
-        allowed = (peer_calls if function in peer_calls.FUNCTIONS else bench).settings(function)
+        allowed = (peer_calls if function in peer_calls.FUNCTIONS else tpu_kernels).settings(function)
         for name in settings:
             if name not in allowed:
                 raise ConfigError(_unknown(f"setting of {function}", name, allowed))

@@ -1,4 +1,4 @@
-"""Other libraries' attention on TPUs, compiled and counted as `pallas_kernels.bench` does our own.
+"""Other libraries' attention on TPUs, compiled and counted as `swa_jax.bench.tpu_kernels` does our own.
 
 They read from scalar memory which blocks they visit, and run the same code at each visit. So their cycles are the
 bundles of that code times the visits, which `executions` reads from the kernels' own tables. That leaves out waits,
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.bench import Executions
+from swa_jax.bench.tpu_kernels import Executions
 from swa_jax.errors import ConfigError
 
 JAX_SPLASH = "jax.experimental.pallas.ops.tpu.splash_attention"

@@ -44,8 +44,8 @@ def cycles(
         list[str] | None,
         Argument(
             metavar="[NAME]...",
-            help="Functions of pallas_kernels/bench.py; default: all of them. Of other libraries: jax_splash_forward, "
-            "tokamax_splash_forward, and the same with backward.",
+            help="Functions of swa_jax/bench/tpu_kernels.py; default: all of them. Of other libraries: "
+            "jax_splash_forward, tokamax_splash_forward, and the same with backward.",
         ),
     ] = None,
     chip: Annotated[list[str] | None, Option(help="v5e, v5p, v6e or v7x, repeatable; default: v6e.")] = None,
@@ -55,13 +55,13 @@ def cycles(
     ops: Annotated[int, Option(help="Ops to list below each total.", min=0)] = 4,
     as_json: Json = False,
     write: Annotated[
-        Path | None, Option(help="Add the kernels' cycles to this table, such as pallas_kernels/kernel_cycles.json.")
+        Path | None, Option(help="Add the kernels' cycles to this table, such as swa_jax/plan/kernel_cycles.json.")
     ] = None,
 ) -> None:
     """Cycles of the TPU kernels, by libtpu's own simulator: no TPU is needed. Takes seconds a function and chip."""
-    from pallas_kernels.bench import FUNCTIONS
     from swa_jax.bench.cycle_table import check_writable, write_row
     from swa_jax.bench.cycles import check, measure, read_settings
+    from swa_jax.bench.tpu_kernels import FUNCTIONS
     from swa_jax.report import table_console
     from swa_jax.report.bench_tables import HOW_TO_READ_CYCLES, cycles_table
     from swa_jax.report.progress import counted
@@ -196,7 +196,7 @@ def attention(
     """
     import jax
 
-    from pallas_kernels.dispatch import describe, plan
+    from pallas_kernels.dispatch import describe, dispatched
     from swa_jax.bench.attention import candidates
     from swa_jax.files import write_json
     from swa_jax.report.progress import counted
@@ -209,7 +209,7 @@ def attention(
     if dry_run:
         for case in cases:
             typer.echo(f"{case}  {', '.join(c.name for c in candidates(case))}")
-            for launch in describe(plan(case.request())):
+            for launch in describe(dispatched(case.request())):
                 typer.echo(f"    {launch}")
         return
     device = jax.devices()[0].device_kind

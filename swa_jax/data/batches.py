@@ -17,7 +17,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from pallas_kernels.spec import NEVER
+from pallas_kernels.math.spec import NEVER
 from swa_jax.data.chains import Chains, Passages
 from swa_jax.data.distilled import read_distilled
 from swa_jax.data.documents import document_hash, is_held_out, read_documents, read_prompts, tokenizer_hash
@@ -50,7 +50,7 @@ def make_batches(
     A batch is a dict of `tokens` [B, T] int32, `segment_ids` [B, T] int32 (0 is padding) and `weights` [B, T] f32, the
     weight of each token as a target; B is the number of `rows`. If a source has prompts and answers there is also
     `full_from` [B, S] int32, where S is the most segments that a row can have: the position in segment s + 1 of its
-    answer's first token, `pallas_kernels.spec.NEVER` where there is none. With `top_logprobs` = K there are also
+    answer's first token, `pallas_kernels.math.spec.NEVER` where there is none. With `top_logprobs` = K there are also
     `top_tokens` [B, T, K] int32 and `top_logprobs` [B, T, K] f32, of the places of the answers' tokens.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pallas_kernels.spec import NEVER
+from pallas_kernels.math.spec import NEVER
 from swa_jax.data.batches import make_batches, open_source
 from swa_jax.data.packing import PackedPrompts, PackedText
 from swa_jax.data.sources import SourceConfig

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pallas_kernels.spec import NEVER
+from pallas_kernels.math.spec import NEVER
 from swa_jax.errors import ConfigError
 from swa_jax.estimates import Estimate, bootstrap
 from swa_jax.evaluate.examples import Example

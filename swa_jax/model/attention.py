@@ -16,9 +16,9 @@ import numpy as np
 from flax import nnx
 
 from pallas_kernels import AttentionSpec, alibi_slopes
-from pallas_kernels.api import Implementation
-from pallas_kernels.rotary import Rotation, rotate
-from pallas_kernels.spec import Packing, PerHead
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.math.rotary import Rotation, rotate
+from pallas_kernels.math.spec import Packing, PerHead
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.experts import ExpertLoad
 from swa_jax.model.layer_stacks import rope_groups
@@ -79,7 +79,7 @@ def kinds_of(pattern: AttentionPattern) -> tuple[str, ...]:
 
 
 def layer_plan(pattern: AttentionPattern, config: ModelConfig, kinds: tuple[str, ...]) -> LayerPlan:
-    """How each layer attends (the pattern) and is turned (the model), as data that the layers are scanned with."""
+    """How each layer attends (the pattern) and is rotated (the model), as data that the layers are scanned with."""
     full_heads = np.zeros((pattern.num_layers, config.most_kv_heads), bool)
     for layer, heads in enumerate(pattern.full_kv_heads):
         full_heads[layer, list(heads)] = True
@@ -180,17 +180,17 @@ class Attention(nnx.Module):
     def qkv(
         self, x: jax.Array, plan: LayerPlan, context: AttentionContext
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        """x [B, T, d] and this layer's row of the plan -> q [B, T, H, D], k and v [B, T, K, D], normed and turned.
+        """x [B, T, d] and this layer's row of the plan -> q [B, T, H, D], k and v [B, T, K, D], normed and rotated.
 
         k and v are None in a layer that reads those of another.
         """
-        q, k, v, rotation = self.unturned(x, plan, context)
+        q, k, v, rotation = self.unrotated(x, plan, context)
         return q if rotation is None else rotate(q, rotation), k, v
 
-    def unturned(
+    def unrotated(
         self, x: jax.Array, plan: LayerPlan, context: AttentionContext
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, Rotation | None]:
-        """As `qkv`, with queries that are still to be turned by the last result."""
+        """As `qkv`, with queries that are still to be rotated by the last result."""
         size = self.config.head_dim
         # Two heads of 64 fill a register's lanes, and go side by side as far as the attention.
         even = self.config.num_attention_heads % 2 == self.config.num_key_value_heads % 2 == 0
@@ -217,7 +217,7 @@ class Attention(nnx.Module):
                 cos, sin = (table[0 if one else plan.rope] for table in tables)
                 rotation = Rotation(cos, sin, rope_distance(self.config))
                 k = k if k is None else rotate(k, rotation)
-                if context.query_scale is not None:  # queries that are turned are scaled with it
+                if context.query_scale is not None:  # queries that are rotated are scaled with it
                     cos, sin = (table * context.query_scale[..., None] for table in (cos, sin))
                     rotation = Rotation(cos, sin, rope_distance(self.config))
                 if pairs:
@@ -258,7 +258,7 @@ class Attention(nnx.Module):
 
         `others` are the keys and values that a layer reads that has none of its own.
         """
-        q, k, v, rotation = self.unturned(x, plan, context)
+        q, k, v, rotation = self.unrotated(x, plan, context)
         k, v = own_or(others, k, v)
         logit, gate = self.route(x)
         heads, packing = self.per_head(), context.packing
@@ -273,7 +273,7 @@ class Attention(nnx.Module):
         )
 
         def full() -> tuple[jax.Array, jax.Array]:
-            return attend(full_spec(context.spec), heads, packing._replace(full_from=None))
+            return attend(context.spec.full, heads, packing._replace(full_from=None))
 
         def window() -> tuple[jax.Array, jax.Array]:
             return attend(context.spec, heads, packing)
@@ -297,10 +297,6 @@ def own_or(others: KeysValues | None, k: jax.Array | None, v: jax.Array | None) 
     found = others if k is None or v is None else (k, v)
     assert found is not None, "no layer before it has keys"
     return found
-
-
-def full_spec(spec: AttentionSpec) -> AttentionSpec:
-    return dataclasses.replace(spec, window=None, num_sink_tokens=0)
 
 
 def choose(index: jax.Array, branches: list[Any]) -> Any:

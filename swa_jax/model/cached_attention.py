@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from pallas_kernels.api import attend, attend_routed
+from pallas_kernels import attention, routed_attention
+from pallas_kernels.math.spec import NEVER, Packing, PerHead, Pools
 from pallas_kernels.pools import attend_over_pools, heads_in_one_launch, pools_visited, write_token
-from pallas_kernels.spec import NEVER, Packing, PerHead, Pools
-from swa_jax.model.attention import AttentionContext, KeysValues, LayerPlan, choose, full_spec, own_or
+from swa_jax.model.attention import AttentionContext, KeysValues, LayerPlan, choose, own_or
 from swa_jax.model.cache import POOL, CacheLayout, CachePools, ring_positions, write_chunk, write_prompt
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH
 from swa_jax.model.mesh_attention import dimension_specs
@@ -51,63 +51,63 @@ class DecodeStep(NamedTuple):
     visited: tuple[Any, ...] | None = None
 
 
-def decode_layer(
-    heads: PerHead,
-    q: jax.Array,
-    k: jax.Array | None,
-    v: jax.Array | None,
-    gate: jax.Array,
-    cache: CachePools,
-    layout: CacheLayout,
-    place: LayerPlace,
-    plan: LayerPlan,
-    context: AttentionContext,
-    step: DecodeStep,
-) -> tuple[jax.Array, CachePools]:
-    """q [B, 1, H, D], k and v [B, 1, K, D] -> [B, 1, H, D], and the cache with the new keys and values in.
+class LayerCall(NamedTuple):
+    """What the attention of one layer over its caches is given.
 
-    A layer without keys and values of its own reads those that the cache holds already. `heads`, `place` and `plan`
-    are one layer's; `gate` [B, 1] is 1 where a routed layer sees everything. Only one branch runs. On a mesh each
-    device has some sequences and some KV heads.
+    Attributes:
+      heads: what its heads add to their logits.
+      q: [B, T, H, D]: one token a sequence, or [1, C, H, D]: a chunk of one sequence.
+      k, v: [B, T, K, D]; None in a layer that has none of its own, and reads those of another.
+      others: the new keys and values of that other layer, None where each has its own.
+      gate: [B, T], 1 where a routed layer sees everything.
+      place, plan: this layer's row.
+      full_from: [B] or None, as in `pallas_kernels.attention`.
+      at: where the new tokens stand.
     """
 
-    def here(heads, q, k, v, gate, cache, place, plan, full_from, step):
-        if k is not None:
+    heads: PerHead
+    q: jax.Array
+    k: jax.Array | None
+    v: jax.Array | None
+    others: KeysValues | None
+    gate: jax.Array
+    cache: CachePools
+    place: LayerPlace
+    plan: LayerPlan
+    full_from: jax.Array | None
+    at: Any  # `DecodeStep` or `Chunk`
+
+
+def decode_layer(call: LayerCall, layout: CacheLayout, context: AttentionContext) -> tuple[jax.Array, CachePools]:
+    """The attention of one new token a sequence [B, 1, H, D], and the cache with its keys and values in.
+
+    Only one branch runs. On a mesh each device has some sequences and some KV heads.
+    """
+
+    def here(call: LayerCall) -> tuple[jax.Array, CachePools]:
+        cache, place, step = call.cache, call.place, call.at
+        if call.k is not None and call.v is not None:
             cache = CachePools(
-                k_whole=write_token(cache.k_whole, place.whole_slots, k, step.whole_entries),
-                v_whole=write_token(cache.v_whole, place.whole_slots, v, step.whole_entries),
-                k_ring=write_token(cache.k_ring, place.ring_slots, k, step.ring_entries),
-                v_ring=write_token(cache.v_ring, place.ring_slots, v, step.ring_entries),
+                k_whole=write_token(cache.k_whole, place.whole_slots, call.k, step.whole_entries),
+                v_whole=write_token(cache.v_whole, place.whole_slots, call.v, step.whole_entries),
+                k_ring=write_token(cache.k_ring, place.ring_slots, call.k, step.ring_entries),
+                v_ring=write_token(cache.v_ring, place.ring_slots, call.v, step.ring_entries),
             )
-        inside = dataclasses.replace(context, full_from=full_from)
-        return _attend_to_cache(heads, q, gate[:, 0], cache, layout, place, plan, inside, step), cache
+        return _attend_to_cache(call._replace(cache=cache), layout, context), cache
 
-    arguments = (heads, q, k, v, gate, cache, place, plan, context.full_from, step)
     if (partition := context.partition) is None:
-        return here(*arguments)
-    rows, tokens = partition.spec("batch"), partition.spec("batch", None, "heads", None)
-    caches = _cache_specs(partition)
-    specs = (
-        dimension_specs(PerHead, partition), tokens, tokens, tokens, rows, caches, *_layer_specs(partition), rows, rows,
-    )  # fmt: skip
-    return _on_each_device(here, partition, specs, (tokens, caches))(*arguments)
+        return here(call)
+    specs = _call_specs(partition, "batch")
+    return _on_each_device(here, partition, (specs,), (specs.q, specs.cache))(call)
 
 
-def _attend_to_cache(
-    heads: PerHead,
-    q: jax.Array,
-    gate: jax.Array,
-    cache: CachePools,
-    layout: CacheLayout,
-    place: LayerPlace,
-    plan: LayerPlan,
-    context: AttentionContext,
-    step: DecodeStep,
-) -> jax.Array:
+def _attend_to_cache(call: LayerCall, layout: CacheLayout, context: AttentionContext) -> jax.Array:
     """The new tokens' queries over caches that hold their keys already."""
-    attend = functools.partial(attend_over_pools, q, lengths=step.lengths, implementation=context.implementation)
+    step, place, heads, gate = call.at, call.place, call.heads, call.gate[:, 0]
+    context = dataclasses.replace(context, full_from=call.full_from)
+    attend = functools.partial(attend_over_pools, call.q, lengths=step.lengths, implementation=context.implementation)
     kinds = [kind for _, kind in layout.modes]
-    whole, rings = _pools(cache, place, step)
+    whole, rings = _pools(call.cache, place, step)
 
     def by_data() -> jax.Array:
         """Whatever the layer is: its heads say where their keys are, and `full_from` what they see of them."""
@@ -117,20 +117,20 @@ def _attend_to_cache(
             if SWITCH in kinds:
                 sees_all |= jnp.asarray([kind == SWITCH for kind in kinds])[place.mode] & (gate > 0.5)
             full_from = jnp.where(sees_all, 0, jnp.full_like(step.lengths, NEVER) if full_from is None else full_from)
-        wide = heads._replace(full_heads=plan.full_heads) if HYBRID in kinds else heads
+        wide = heads._replace(full_heads=call.plan.full_heads) if HYBRID in kinds else heads
         others = (rings, context.spec) if layout.ring_rows else None
         return attend(whole, context.spec, wide, others=others, full_from=full_from)
 
     def by_mode(number: int) -> jax.Array:
         mode = layout.modes[number]
-        reads = _reads(mode, cache, place, context, step)
+        reads = _reads(mode, call.cache, place, context, step)
         if mode[1] == SWITCH:
             never = NEVER if context.full_from is None else context.full_from
             return attend(**reads | {"full_from": jnp.where(gate > 0.5, 0, never)}, per_head=heads)
-        wide = heads._replace(full_heads=plan.full_heads) if mode == ("whole", HYBRID) else heads
+        wide = heads._replace(full_heads=call.plan.full_heads) if mode == ("whole", HYBRID) else heads
         return attend(**reads, per_head=wide, visited=step.visited and step.visited[number])
 
-    if len(layout.modes) > 1 and heads_in_one_launch(q, whole, context.spec, context.implementation):
+    if len(layout.modes) > 1 and heads_in_one_launch(call.q, whole, context.spec, context.implementation):
         return by_data()
     return choose(place.mode, [functools.partial(by_mode, number) for number in range(len(layout.modes))])
 
@@ -151,9 +151,9 @@ def _reads(
     if where == "ring":
         return {"pools": rings, "spec": context.spec}
     if where == "mixed":  # full heads read the whole pool, windowed heads the rings
-        return {"pools": whole, "spec": full_spec(context.spec), "others": (rings, context.spec)}
+        return {"pools": whole, "spec": context.spec.full, "others": (rings, context.spec)}
     if kind == FULL:
-        return {"pools": whole, "spec": full_spec(context.spec)}
+        return {"pools": whole, "spec": context.spec.full}
     return {"pools": whole, "spec": context.spec, "full_from": context.full_from}
 
 
@@ -219,40 +219,22 @@ def put_prompts(
     return _on_each_device(here, partition, specs, caches)(k, v, cache, place, ring)
 
 
-def extend_layer(
-    heads: PerHead,
-    q: jax.Array,
-    k: jax.Array | None,
-    v: jax.Array | None,
-    others: KeysValues | None,
-    gate: jax.Array,
-    cache: CachePools,
-    layout: CacheLayout,
-    place: LayerPlace,
-    plan: LayerPlan,
-    context: AttentionContext,
-    chunk: Chunk,
-) -> tuple[jax.Array, CachePools]:
-    """A chunk's q [1, C, H, D], k and v [1, C, K, D] -> [1, C, H, D], and the cache with its keys and values in.
+def extend_layer(call: LayerCall, layout: CacheLayout, context: AttentionContext) -> tuple[jax.Array, CachePools]:
+    """The attention of a chunk [1, C, H, D], and the cache with its keys and values in.
 
-    The arguments are those of `decode_layer`; `gate` is [1, C]. A layer without keys and values of its own reads those
-    of the chunk in `others`, and what stands before it in the cache.
+    A layer without keys and values of its own reads those of the chunk in `others`, and what stands before it in the
+    cache.
     """
     if (partition := context.partition) is None:
-        return _extend_here(heads, q, k, v, others, gate, cache, layout, place, plan, context, chunk)
+        return _extend_here(call, layout, context)
 
-    def here(heads, q, k, v, others, gate, cache, place, plan, chunk):
-        chunk, mine = _on_this_device(chunk, cache, partition)
-        out, cache = _extend_here(heads, q, k, v, others, gate, cache, layout, place, plan, context, chunk)
+    def here(call: LayerCall) -> tuple[jax.Array, CachePools]:
+        chunk, mine = _on_this_device(call.at, call.cache, partition)
+        out, cache = _extend_here(call._replace(at=chunk), layout, context)
         return jax.lax.psum(jnp.where(mine, out, 0), partition.rules.batch), cache
 
-    tokens, caches, everywhere = (partition.spec(None, None, "heads", None), _cache_specs(partition), PartitionSpec())
-    specs = (
-        dimension_specs(PerHead, partition), tokens, tokens, tokens, tokens, everywhere, caches,
-        *_layer_specs(partition), everywhere,
-    )  # fmt: skip
-    call = _on_each_device(here, partition, specs, (tokens, caches))
-    return call(heads, q, k, v, others, gate, cache, place, plan, chunk)
+    specs = _call_specs(partition)
+    return _on_each_device(here, partition, (specs,), (specs.q, specs.cache))(call)
 
 
 def put_rings(
@@ -303,48 +285,35 @@ def _layer_specs(partition: Partition) -> tuple[LayerPlace, LayerPlan]:
     return place, LayerPlan(everywhere, heads, everywhere)  # type: ignore[arg-type]
 
 
-def _extend_here(
-    heads: PerHead,
-    q: jax.Array,
-    k: jax.Array | None,
-    v: jax.Array | None,
-    others: KeysValues | None,
-    gate: jax.Array,
-    cache: CachePools,
-    layout: CacheLayout,
-    place: LayerPlace,
-    plan: LayerPlan,
-    context: AttentionContext,
-    chunk: Chunk,
-) -> tuple[jax.Array, CachePools]:
-    has_keys = k is not None
-    k, v = own_or(others, k, v)
-    if has_keys:
+def _call_specs(partition: Partition, *batch: str) -> LayerCall:
+    """How a layer's call lies on the mesh: each device has some of the rows of the batch, or all of its own call's."""
+    rows, tokens = partition.spec(*batch), partition.spec(*(batch or (None,)), None, "heads", None)
+    place, plan = _layer_specs(partition)
+    heads, caches = dimension_specs(PerHead, partition), _cache_specs(partition)
+    lie: list[Any] = [heads, *[tokens] * 4, rows, caches, place, plan, rows, rows]
+    return LayerCall(*lie)
+
+
+def _extend_here(call: LayerCall, layout: CacheLayout, context: AttentionContext) -> tuple[jax.Array, CachePools]:
+    cache, place, chunk = call.cache, call.place, call.at
+    k, v = own_or(call.others, call.k, call.v)
+    if call.k is not None:
         cache = _put_whole(k[0], v[0], cache, place, chunk)
-    out = _chunk_over_pools(heads, q, k, v, gate, cache, layout, place, plan, context, chunk)
-    if has_keys:
+    out = _chunk_over_pools(call._replace(k=k, v=v, cache=cache), layout, context)
+    if call.k is not None:
         cache = _put_ring(k[0], v[0], cache, place.ring_writes, chunk, layout)
     return out, cache
 
 
-def _chunk_over_pools(
-    heads: PerHead,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    gate: jax.Array,
-    cache: CachePools,
-    layout: CacheLayout,
-    place: LayerPlace,
-    plan: LayerPlan,
-    context: AttentionContext,
-    chunk: Chunk,
-) -> jax.Array:
+def _chunk_over_pools(call: LayerCall, layout: CacheLayout, context: AttentionContext) -> jax.Array:
     """A chunk's queries over whole caches that hold its keys already, and rings that do not.
 
     Each KV head reads its row of a pool: one after another, for all rows side by side would be a copy of the cache.
     On a GPU all heads are in one launch, and the copy of one sequence costs less than a launch for each head.
     """
+    heads, q, k, v, _, gate, cache, place, plan, _, chunk = call
+    assert k is not None
+    assert v is not None
     length, kv_heads, size = k.shape[1:]
     group = q.shape[2] // kv_heads
     whole = Pools(cache.k_whole, cache.v_whole, place.whole_slots)
@@ -355,22 +324,20 @@ def _chunk_over_pools(
     whole_positions = jnp.where(entries < chunk.start + chunk.size, entries, -1)
     before = ring_positions(layout, chunk.start[None])[0]
     row_of = functools.partial(_row_of, row=chunk.row)
+    attend = functools.partial(attention, implementation=context.implementation)
+    routed = functools.partial(routed_attention, implementation=context.implementation, inference=True)
 
     def head(where: str, kind: str, one: tuple) -> jax.Array:
         (whole_slot, ring_slot), q, k, v, options, full = one
-        packing = Packing(q_positions=new[None])
-        spec, implementation = context.spec, context.implementation
+        packing, spec = Packing(q_positions=new[None]), context.spec
 
         def over_whole(kind: str, here: jax.Array | bool = True) -> jax.Array:
             keys, values = row_of(cache.k_whole, whole_slot), row_of(cache.v_whole, whole_slot)
             seen = packing._replace(kv_positions=jnp.where(here, whole_positions, -1)[None])
             if kind == SWITCH:
-                return attend_routed(
-                    q, keys, values, gate, spec, options, seen, inference=True, implementation=implementation
-                )[0]
+                return routed(q, keys, values, gate, spec, per_head=options, packing=seen)[0]
             wide = options._replace(full_heads=full[None]) if kind == HYBRID else options
-            of_kind = full_spec(spec) if kind == FULL else spec
-            return attend(q, keys, values, of_kind, wide, seen, implementation=implementation)[0]
+            return attend(q, keys, values, spec.full if kind == FULL else spec, per_head=wide, packing=seen)
 
         def over_ring(here: jax.Array | bool = True) -> jax.Array:
             keys, values = (
@@ -378,7 +345,7 @@ def _chunk_over_pools(
                 for pool, own in ((cache.k_ring, k), (cache.v_ring, v))
             )
             seen = packing._replace(kv_positions=jnp.where(here, jnp.concatenate([before, new]), -1)[None])
-            return attend(q, keys, values, spec, options, seen, implementation=implementation)[0]
+            return attend(q, keys, values, spec, per_head=options, packing=seen)
 
         if where == "mixed":
             in_whole = whole_slot < cache.k_whole.shape[0]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pallas_kernels.spec import segment_positions
+from pallas_kernels.math.spec import segment_positions
 from swa_jax.errors import ConfigError
 from swa_jax.model.attention import AttentionContext, LayerPlan, MadeKeys, Routing, kinds_of, layer_plan, model_spec
 from swa_jax.model.block import Block, Stream, scan_layers, stacked_layers
@@ -18,6 +19,7 @@ from swa_jax.model.cache import CacheLayout, CachePools, KVCache, ring_entry, ri
 from swa_jax.model.cached_attention import (
     Chunk,
     DecodeStep,
+    LayerCall,
     LayerPlace,
     decode_layer,
     extend_layer,
@@ -284,18 +286,7 @@ class Decoder(nnx.Module):
             queries = jax.ShapeDtypeStruct(shape, self.embedding[...].dtype)
             steps.append(with_visits(step, queries, pools, layout, context))
 
-        def attend(
-            block: Block, stream: Stream, plan: LayerPlan, pools: CachePools, place: LayerPlace
-        ) -> tuple[jax.Array, CachePools, MadeKeys]:
-            attention, x, group = block.attention, block.attention_input(stream.x), block.group
-            q, k, v = attention.qkv(x, plan, context)
-            _, gate = attention.route(x)
-            mixed, pools = decode_layer(
-                attention.per_head(), q, k, v, gate, pools, layouts[group], place, attention.own(plan), context,
-                steps[group],
-            )  # fmt: skip
-            return attention.output(mixed, x), pools, (k, v)
-
+        attend = functools.partial(_attend_to_cache, decode_layer, context, layouts, steps)
         stream, cache = self._through_cache(attend, tokens[:, None], cache, layouts, context.kinds, partition)
         lengths = lengths if active is None else jnp.where(active, lengths, cache.lengths)
         return self.logits(self.norm(stream.x[:, 0])), dataclasses.replace(cache, lengths=lengths)
@@ -328,18 +319,7 @@ class Decoder(nnx.Module):
         )
         alone = None if partition is None else partition.of_one_row
 
-        def attend(
-            block: Block, stream: Stream, plan: LayerPlan, pools: CachePools, place: LayerPlace
-        ) -> tuple[jax.Array, CachePools, MadeKeys]:
-            attention, x = block.attention, block.attention_input(stream.x)
-            q, k, v = attention.qkv(x, plan, context)
-            _, gate = attention.route(x)
-            mixed, pools = extend_layer(
-                attention.per_head(), q, k, v, stream.read_by(block), gate, pools, layouts[block.group], place,
-                attention.own(plan), context, chunk,
-            )  # fmt: skip
-            return attention.output(mixed, x), pools, (k, v)
-
+        attend = functools.partial(_attend_to_cache, extend_layer, context, layouts, [chunk] * len(layouts))
         stream, cache = self._through_cache(attend, tokens[None], cache, layouts, context.kinds, alone)
         pools = list(cache.pools)
         for i, (made, layout) in enumerate(zip(stream.made, layouts, strict=False)):
@@ -397,10 +377,38 @@ class Decoder(nnx.Module):
         if self.config.uses_rope:
             rows = jnp.arange(tokens.shape[1])[None]
             counted = rows if segment_ids is None else segment_positions(segment_ids)
-            turned = counted if positions is None else positions
-            tables = rope_tables(self.config, turned, rope_length or tokens.shape[1])
+            rope_positions = counted if positions is None else positions
+            tables = rope_tables(self.config, rope_positions, rope_length or tokens.shape[1])
             # Without the barrier, XLA makes them again in every layer of a loop.
             rope = jax.lax.optimization_barrier(tables)
-            scale = query_scale(self.config, turned)
+            scale = query_scale(self.config, rope_positions)
         spec = model_spec(self.config, self.pattern)
         return AttentionContext(spec, kinds, rope, scale, segment_ids, positions, full_from, partition=partition)
+
+
+def _attend_to_cache(
+    attend: Callable[..., tuple[jax.Array, CachePools]],
+    context: AttentionContext,
+    layouts: tuple[CacheLayout, ...],
+    at: Sequence[DecodeStep | Chunk],
+    block: Block,
+    stream: Stream,
+    plan: LayerPlan,
+    pools: CachePools,
+    place: LayerPlace,
+) -> tuple[jax.Array, CachePools, MadeKeys]:
+    """The attention of one layer for `Decoder._through_cache`, by `decode_layer` or `extend_layer`.
+
+    Args:
+      layouts, at: of each group of layers, the layout of its caches, and where the new tokens stand.
+    """
+    attention, x = block.attention, block.attention_input(stream.x)
+    q, k, v = attention.qkv(x, plan, context)
+    _, gate = attention.route(x)
+    call = LayerCall(
+        attention.per_head(),
+        *(q, k, v, stream.read_by(block), gate),
+        *(pools, place, attention.own(plan), context.full_from, at[block.group]),
+    )
+    mixed, pools = attend(call, layouts[block.group], context)
+    return attention.output(mixed, x), pools, (k, v)

@@ -146,7 +146,7 @@ RopeTables = dict[int, tuple[jax.Array, jax.Array]]
 
 
 def rope_tables(config: ModelConfig, positions: jax.Array, length: int) -> RopeTables:
-    """What `pallas_kernels.rotary.Rotation` takes, at integer positions [B, T], for each of `rope_groups`.
+    """What `pallas_kernels.math.rotary.Rotation` takes, at integer positions [B, T], for each of `rope_groups`.
 
     `length` is that of the rows, or of the cache (see `rope_frequencies`).
     """

@@ -4,8 +4,8 @@ A device holds T / n consecutive tokens of each row, or in zig-zag order two chu
 windowed layer fetches the keys that its window reaches back to from its neighbours (`ppermute`) and, for sink tokens,
 the first keys of the one document that runs into a chunk from the left, so that what it sends does not grow with T.
 In full, routed and per-head hybrid layers, and under full-attention decode, the keys and values of the row are gathered
-or go round from device to device (`pallas_kernels.ring`). All are exact: the queries, keys and masks are those of one
-device.
+or go round from device to device (`pallas_kernels.math.ring`). All are exact: the queries, keys and masks are those of
+one device.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import AttentionSpec
-from pallas_kernels.api import Implementation, attend, attend_routed
-from pallas_kernels.ring import Ring
-from pallas_kernels.rotary import Rotation
-from pallas_kernels.spec import Packing, PerHead, segment_positions
+from pallas_kernels import AttentionSpec, attention, routed_attention
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.math.ring import Ring
+from pallas_kernels.math.rotary import Rotation
+from pallas_kernels.math.spec import Packing, PerHead, segment_positions
 from swa_jax.model.sequence_order import RowShare, from_left
 from swa_jax.model.sharding import Partition
 
@@ -39,7 +39,7 @@ _DIMENSIONS: dict[str, tuple[str, ...]] = {
 }
 
 
-type _Queries = tuple[jax.Array, Rotation | None]  # [B, T, H, D], and by what they are still to be turned
+type _Queries = tuple[jax.Array, Rotation | None]  # [B, T, H, D], and by what they are still to be rotated
 
 
 class _Options(NamedTuple):
@@ -70,7 +70,7 @@ def attention_on_mesh(
       q: [B, T, H, D]; k, v: [B, T, K, D]. Without a partition: the plain call.
       per_head: arrays, the sigmoid bias [H] too.
       packing: of the queries; the keys are the same tokens. A segment must be one run of its id.
-      rotation: by which the queries are still to be turned.
+      rotation: by which the queries are still to be rotated.
       The rest as in `pallas_kernels.attention` and `routed_attention`.
 
     Returns:
@@ -122,22 +122,15 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array]:
     """The call on arrays that are at hand, or on keys that go round."""
     (q, rotation), (spec, inference, implementation) = queries, options
+    given: dict[str, Any] = {
+        "per_head": per_head,
+        "packing": packing,
+        "rotation": rotation,
+        "implementation": implementation,
+    }
     if gate is not None:
-        return attend_routed(
-            q,
-            k,
-            v,
-            gate,
-            spec,
-            per_head,
-            packing,
-            rotation=rotation,
-            inference=inference,
-            implementation=implementation,
-            ring=ring,
-        )
-    out, _ = attend(q, k, v, spec, per_head, packing, rotation=rotation, implementation=implementation, ring=ring)
-    return out, jnp.zeros(q.shape[:2], jnp.float32)
+        return routed_attention(q, k, v, gate, spec, inference=inference, ring=ring, **given)
+    return attention(q, k, v, spec, ring=ring, **given), jnp.zeros(q.shape[:2], jnp.float32)
 
 
 def _on_one_device(
@@ -156,25 +149,25 @@ def _on_one_device(
         everywhere = _packing_of_the_row(packing, k.shape, place)
         ring = Ring(place.axis, place.order, by_index=not others_positions)
         return _attend(queries, k, v, per_head, everywhere, gate, options, ring)
-    ids = packing.q_segment_ids
-    if ids is None:
-        ids = jnp.ones(q.shape[:2], jnp.int32)
+    segment_ids = packing.q_segment_ids
+    if segment_ids is None:
+        segment_ids = jnp.ones(q.shape[:2], jnp.int32)
     positions = packing.q_positions
     if positions is None and spec.num_sink_tokens:
-        positions = _positions_on_mesh(ids, place.axis, pieces)
-    halo_k, halo_v, halo_ids = (from_left(x, reach, place) for x in (k, v, ids))
-    k, v, ids = (place.by_chunk(x) for x in (k, v, ids))  # [B * chunks, length, ...]
+        positions = _positions_on_mesh(segment_ids, place.axis, pieces)
+    halo_k, halo_v, halo_ids = (from_left(x, reach, place) for x in (k, v, segment_ids))
+    k, v, segment_ids = (place.by_chunk(x) for x in (k, v, segment_ids))  # [B * chunks, length, ...]
     shape, queries = q.shape, jax.tree.map(place.by_chunk, queries)
     if not spec.num_sink_tokens:
-        out, silent = _attend_behind((halo_k, halo_v, halo_ids), queries, k, v, ids, per_head, options)
+        out, silent = _attend_behind((halo_k, halo_v, halo_ids), queries, k, v, segment_ids, per_head, options)
         return out.reshape(shape), silent.reshape(shape[:2])
     assert positions is not None
     halo_positions, positions = from_left(positions, reach, place), place.by_chunk(positions)
-    first = _first_tokens((k, v), ids, positions, spec.num_sink_tokens, reach, place)
+    first = _first_tokens((k, v), segment_ids, positions, spec.num_sink_tokens, reach, place)
     (first_k, first_v), first_ids, first_positions = first
     packing = Packing(
-        q_segment_ids=ids,
-        kv_segment_ids=jnp.concatenate([first_ids, halo_ids, ids], axis=1),
+        q_segment_ids=segment_ids,
+        kv_segment_ids=jnp.concatenate([first_ids, halo_ids, segment_ids], axis=1),
         q_positions=positions,
         kv_positions=jnp.concatenate([first_positions, halo_positions, positions], axis=1),
     )
@@ -184,13 +177,13 @@ def _on_one_device(
 
 
 def _attend_behind(
-    halo, queries: _Queries, k, v, ids, per_head: PerHead, options: _Options
+    halo, queries: _Queries, k, v, segment_ids, per_head: PerHead, options: _Options
 ) -> tuple[jax.Array, jax.Array]:
     """Windowed attention of a chunk's queries to its own keys and to those of the halo in front of them.
 
     Args:
       halo: the keys and values [rows, reach, K, D] right before the chunk's, and their segment ids.
-      ids: the segment ids of the chunk [rows, length].
+      segment_ids: the segment ids of the chunk [rows, length].
 
     Only the first `reach` queries see the halo. Where the chunk is long enough they are computed apart, and all others
     as if there were no halo: long arrays are then neither put together nor cut, which took more passes over them than
@@ -198,14 +191,14 @@ def _attend_behind(
     """
     halo_k, halo_v, halo_ids = halo
     reach, length = halo_k.shape[1], k.shape[1]
-    own = _of_both(Packing(ids))
+    own = _of_both(Packing(segment_ids))
     if reach == 0:
         return _attend(queries, k, v, per_head, own, None, options)
     apart = 2 * reach <= length
     first = slice(0, reach if apart else length)
     # Idle queries in front make this one sequence with itself, which the window kernels take; they cost less than
     # explicit positions would.
-    both = _of_both(Packing(jnp.concatenate([halo_ids, ids[:, first]], axis=1)))
+    both = _of_both(Packing(jnp.concatenate([halo_ids, segment_ids[:, first]], axis=1)))
     idle = jax.tree.map(lambda x: jnp.pad(x[:, first], ((0, 0), (reach, 0), *[(0, 0)] * (x.ndim - 2))), queries)
     all_k, all_v = (jnp.concatenate([x, y[:, first]], axis=1) for x, y in ((halo_k, k), (halo_v, v)))
     out, silent = (x[:, reach:] for x in _attend(idle, all_k, all_v, per_head, both, None, options))
@@ -230,22 +223,26 @@ def _packing_of_the_row(packing: Packing, kv_shape: tuple[int, ...], place: RowS
     def gather(x):
         return None if x is None else lax.all_gather(x, place.axis, axis=1, tiled=True)
 
-    ids, positions = gather(packing.q_segment_ids), gather(packing.q_positions)
+    segment_ids, positions = gather(packing.q_segment_ids), gather(packing.q_positions)
     if positions is None:
         batch, length = kv_shape[:2]
         index = jnp.arange(length * place.pieces, dtype=jnp.int32)[None]
-        positions = jnp.broadcast_to(index, (batch, index.shape[1])) if ids is None else segment_positions(ids)
+        positions = (
+            jnp.broadcast_to(index, (batch, index.shape[1])) if segment_ids is None else segment_positions(segment_ids)
+        )
         here = lax.dynamic_slice_in_dim(positions, place.rank * length, length, axis=1)
         packing = packing._replace(q_positions=here)
-    return packing._replace(kv_segment_ids=ids, kv_positions=positions)
+    return packing._replace(kv_segment_ids=segment_ids, kv_positions=positions)
 
 
-def _positions_on_mesh(ids: jax.Array, axis: str, pieces: int) -> jax.Array:
-    """`segment_positions` of rows that are split along `axis`: ids [B, T/n] -> [B, T/n]. Sends a few numbers."""
-    length = ids.shape[1]
-    local = segment_positions(ids)
+def _positions_on_mesh(segment_ids: jax.Array, axis: str, pieces: int) -> jax.Array:
+    """`segment_positions` of rows that are split along `axis`: [B, T/n] -> [B, T/n]. Sends a few numbers."""
+    length = segment_ids.shape[1]
+    local = segment_positions(segment_ids)
     runs_through = local[:, -1] == length - 1  # the device's tokens are one document
-    ends = lax.all_gather(jnp.stack([ids[:, 0], ids[:, -1], local[:, -1], runs_through], axis=1), axis)  # [n, B, 4]
+    ends = lax.all_gather(
+        jnp.stack([segment_ids[:, 0], segment_ids[:, -1], local[:, -1], runs_through], axis=1), axis
+    )  # [n, B, 4]
     # Position of the last token of each device, left to right: a document that fills a device adds to its neighbour's.
     last = [ends[0, :, 2]]
     for piece in range(1, pieces):
@@ -253,21 +250,21 @@ def _positions_on_mesh(ids: jax.Array, axis: str, pieces: int) -> jax.Array:
         last.append(ends[piece, :, 2] + jnp.where(goes_on, last[-1] + 1, 0))
     rank = lax.axis_index(axis)
     before = jnp.maximum(rank - 1, 0)
-    continues = (rank > 0) & (ends[before, :, 1] == ids[:, 0])
+    continues = (rank > 0) & (ends[before, :, 1] == segment_ids[:, 0])
     offset = jnp.where(continues, jnp.stack(last)[before] + 1, 0)[:, None]  # [B, 1]
-    first_run = jnp.cumsum(jnp.diff(ids, axis=1, prepend=ids[:, :1]) != 0, axis=1) == 0
+    first_run = jnp.cumsum(jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0, axis=1) == 0
     return local + jnp.where(first_run, offset, 0)
 
 
-def _first_tokens(kv, ids, positions, count: int, reach: int, place: RowShare):
+def _first_tokens(kv, segment_ids, positions, count: int, reach: int, place: RowShare):
     """Keys and values of the first `count` tokens of the document that runs into a chunk from the left, where they are
     neither in the chunk nor in its halo; slots without one have id 0.
 
     All arrays are by chunk, [B * chunks, length, ...].
 
-    Returns ((k, v) [B * chunks, count, K, D], ids [B * chunks, count], positions [B * chunks, count]).
+    Returns ((k, v) [B * chunks, count, K, D], segment_ids [B * chunks, count], positions [B * chunks, count]).
     """
-    rows, length = ids.shape
+    rows, length = segment_ids.shape
     slot = jnp.arange(count, dtype=jnp.int32)[None]  # [1, count]
     # Each chunk offers what it holds of the start of its last document, the only one that can run on to the right.
     index = length - 1 - (positions[:, -1:] - slot)  # [rows, count]
@@ -276,9 +273,9 @@ def _first_tokens(kv, ids, positions, count: int, reach: int, place: RowShare):
     offers = [lax.all_gather(jnp.take_along_axis(x, inside, axis=1), place.axis) for x in kv]
     start = jnp.tile(place.chunk_numbers * length, rows // place.chunks)[:, None]  # of the chunk, in the row of tokens
     token = start - positions[:, :1] + slot
-    taken = (token >= 0) & (token < start - reach) & (ids[:, :1] != 0)
+    taken = (token >= 0) & (token < start - reach) & (segment_ids[:, :1] != 0)
     device, chunk = place.order.holder(jnp.clip(token // length, 0, place.pieces * place.chunks - 1))
     row = jnp.arange(rows)[:, None] // place.chunks * place.chunks + chunk
     chosen = [offer[device, row, slot] for offer in offers]
     # A document that starts in this chunk has all of its first tokens here: `token` is then not left of the halo.
-    return chosen, jnp.where(taken, ids[:, :1], 0), jnp.broadcast_to(slot, (rows, count))
+    return chosen, jnp.where(taken, segment_ids[:, :1], 0), jnp.broadcast_to(slot, (rows, count))

@@ -9,7 +9,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.cudnn import FORWARD
-from pallas_kernels.parts import LSE, OUT
+from pallas_kernels.math.parts import LSE, OUT
 
 Remat = Literal["none", "layer", "projections", "attention", "offload"]
 LAYER_INPUT = "layer_input"

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ring import RowOrder
+from pallas_kernels.math.ring import RowOrder
 from swa_jax.model.layer_types import WINDOW
 from swa_jax.model.pattern import AttentionPattern
 

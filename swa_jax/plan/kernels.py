@@ -1,6 +1,6 @@
 """Seconds of attention kernels by type of layer: visible keys, at the share of the peak that the very calls reach.
 
-What a call reaches follows from its static cycles (`pallas_kernels.kernel_cycles`): by chip, pass, window, head_dim,
+What a call reaches follows from its static cycles (`swa_jax.plan.kernel_cycles`): by chip, pass, window, head_dim,
 packing and heads of a group. A call that was not measured reaches the share that `swa_jax.chips` gives its chip.
 """
 
@@ -13,9 +13,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.kernel_cycles import TURNING, Call, Row, find_cost
-from pallas_kernels.tpu.pairs import LANES, pairs_pay
-from pallas_kernels.tpu.turning import turns_queries
+from pallas_kernels.math.spec import AttentionSpec
+from pallas_kernels.request import Device, Op, Request
+from pallas_kernels.tpu.calls.listing import as_launched
+from pallas_kernels.tpu.tile.rotation import rotates_queries
 from swa_jax.chips import CHIPS, TARGETS
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.flops import attention_flops_by_kind, visible_keys
@@ -23,6 +24,7 @@ from swa_jax.model.layer_stacks import layer_stacks
 from swa_jax.model.layer_types import HYBRID, SWITCH
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sequence_order import zigzag
+from swa_jax.plan.kernel_cycles import ROTATING, MeasuredCall, Row, find_cost
 
 BACKWARD = 2.5  # the backward pass has five matrix products of a tile where the forward pass has two
 
@@ -139,12 +141,20 @@ class _Reached:
         rotating them takes longer."""
         target, model = self.target, self.model
         row = 2 * model.num_attention_heads * model.head_dim  # bytes of bfloat16
-        cycles = self._rotates() * TURNING["rows"] * model.num_attention_heads / 1024 / target.num_cores
+        cycles = self._rotates() * ROTATING["rows"] * model.num_attention_heads / 1024 / target.num_cores
         return (4 + 3 * ratio) * row / target.hbm_bytes + cycles / (target.gigahertz * 1e9)
 
     def _rotates(self) -> bool:
         """Whether kernels rotate the queries."""
-        return self.model.uses_rope and turns_queries(self.model.head_dim)
+        return self.model.uses_rope and rotates_queries(self.model.head_dim)
+
+    def _request(self, what: str, window: int | None) -> Request:
+        """The call, as far as the sizes of its heads follow from it."""
+        model = self.model
+        op: Op = "routed_attention" if what == "routed" else "attention"
+        given = {"full_heads"} if HYBRID in self.pattern.layer_types else set()
+        sizes = 1, 1, 1, model.num_attention_heads, model.num_key_value_heads, model.head_dim, "bfloat16"
+        return Request(op, AttentionSpec(window), *sizes, Device("tpu", self.chip), frozenset(given))
 
     def _share(self, what: str, which: str, rotated: bool) -> tuple[str, float | None]:
         """The call in words, and the share of the peak that its static cycles come to; None: not measured."""
@@ -158,17 +168,15 @@ class _Reached:
         name = f"{function} ({', '.join(words)})"
         if sigmoid and what != "window":
             return name, None
-        heads, kv_heads = self.model.num_attention_heads, self.model.num_key_value_heads
-        group, size = heads // kv_heads, D
-        if what == "window" and HYBRID not in self.pattern.layer_types and pairs_pay(heads, kv_heads, D, window):
-            group, size = max(group, 2), LANES
+        launched = as_launched(self._request(what, window))
+        group = launched.heads // launched.kv_heads
         # Rows of training have segment ids.
-        cost = find_cost(Call(self.chip, function, size, True, sinks, group), window, self.rows)
+        cost = find_cost(MeasuredCall(self.chip, function, launched.head_dim, True, sinks, group), window, self.rows)
         if cost is None:
             return name, None
         seen = visible_keys(np.arange(cost.length), window if what == "window" else None, sinks).mean()
         flops = 4.0 * D * float(seen) * 1024 * (BACKWARD if which == "backward" else 1)
-        rotation = TURNING[which] if self._rotates() and not rotated else 0
+        rotation = ROTATING[which] if self._rotates() and not rotated else 0
         cycles = (cost.cycles + rotation) / target.num_cores  # which share the heads
         return name, flops / (cycles * self.peak / (target.gigahertz * 1e9))
 

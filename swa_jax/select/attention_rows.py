@@ -47,7 +47,7 @@ def logits_of(heads: Heads, q: jax.Array, lag: jax.Array) -> jax.Array:
     (batch, rows, count, size), kv_heads = q.shape, heads.k.shape[2]
     grouped = q.reshape(batch, rows, kv_heads, count // kv_heads, size)
     logits = jnp.einsum("brkgd,btkd->bkgrt", grouped, heads.k, preferred_element_type=jnp.float32, precision="highest")
-    logits *= size**-0.5 if heads.spec.scale is None else heads.spec.scale
+    logits *= heads.spec.scale_for(size)
     if heads.spec.logit_softcap is not None:
         logits = heads.spec.logit_softcap * jnp.tanh(logits / heads.spec.logit_softcap)
     lag = lag.reshape(-1, 1, 1, rows, lag.shape[-1])

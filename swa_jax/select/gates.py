@@ -26,7 +26,7 @@ from flax import nnx
 
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import AnswerBatch, answer_batches, answer_loss
-from swa_jax.model.attention import full_spec, layer_plan, own_or
+from swa_jax.model.attention import layer_plan, own_or
 from swa_jax.model.block import Block, Stream
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL, WINDOW
@@ -129,7 +129,7 @@ def gated_loss(
         heads, packing = block.attention.per_head(), context.packing
 
         def full() -> jax.Array:
-            return attend(full_spec(context.spec), heads, packing._replace(full_from=None))[0]
+            return attend(context.spec.full, heads, packing._replace(full_from=None))[0]
 
         windowed = attend(context.spec, heads, packing)[0]
         other = full() if whole is None else jax.lax.cond(whole, full, lambda: jax.lax.stop_gradient(full()))

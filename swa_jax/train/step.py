@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from pallas_kernels.spec import segment_positions
+from pallas_kernels.math.spec import segment_positions
 from swa_jax.model.attention import Routing, cast_parameters
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder

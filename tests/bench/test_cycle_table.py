@@ -5,10 +5,10 @@ import json
 import pytest
 from command_line import fails, run
 
-from pallas_kernels import kernel_cycles
-from pallas_kernels.kernel_cycles import Call, Cost, find_cost
 from swa_jax.bench import cycle_table, cycles
 from swa_jax.bench.cycles import COUNTED, SIMULATED, Measurement, Op
+from swa_jax.plan import kernel_cycles
+from swa_jax.plan.kernel_cycles import Cost, MeasuredCall, find_cost
 
 OPS = (
     Op("copy.1", 4000, SIMULATED),
@@ -74,7 +74,7 @@ def test_the_command_writes_rows_and_says_what_it_cannot(tmp_path, monkeypatch):
 
 
 def rows(*cells, **same):
-    call = Call("v6e", "window_forward", 128)._asdict() | same
+    call = MeasuredCall("v6e", "window_forward", 128)._asdict() | same
     return [call | {"window": window, "cycles": cycles, "length": length} for window, cycles, length in cells]
 
 
@@ -94,12 +94,12 @@ def test_cycles_are_interpolated_in_the_window(window, expected):
         *rows((640, 1, 1), packed=True),
         *rows((640, 1, 1), chip="v5e"),
     ]
-    assert find_cost(Call("v6e", "window_forward", 128), window, table) == expected
+    assert find_cost(MeasuredCall("v6e", "window_forward", 128), window, table) == expected
 
 
 def test_what_was_not_measured_has_no_cost():
     table = [*rows((512, 2000, 8192)), *rows((None, 9000, 8192), function="full_forward")]
-    call = Call("v6e", "window_forward", 128)
+    call = MeasuredCall("v6e", "window_forward", 128)
     assert find_cost(call._replace(head_dim=64), 512, table) is None
     assert find_cost(call._replace(num_sink_tokens=4), 512, table) is None
     assert find_cost(call, None, table) is None
@@ -114,7 +114,7 @@ def test_rows_of_the_nearest_call_that_is_no_faster_stand_in():
         *rows((512, 1800, 8192), group=4),
         *rows((512, 1700, 8192), group=8),
     ]
-    call = Call("v6e", "window_forward", 128)
+    call = MeasuredCall("v6e", "window_forward", 128)
     for change, cycles_ in (
         ({}, 2000),
         ({"packed": True}, 2100),
@@ -130,5 +130,5 @@ def test_rows_of_the_nearest_call_that_is_no_faster_stand_in():
 def test_the_shipped_table_can_be_read():
     for row in kernel_cycles.read_table():
         assert row["source"].startswith(f"swa-jax bench cycles {row['function']} --chip {row['chip']}")
-        call = Call(**{name: row[name] for name in Call._fields})
+        call = MeasuredCall(**{name: row[name] for name in MeasuredCall._fields})
         assert find_cost(call, row["window"]) == (row["cycles"], row["length"])

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from command_line import fails
 
-from pallas_kernels.bench import Executions
 from swa_jax.bench import cycles, peer_calls
+from swa_jax.bench.tpu_kernels import Executions
 
 
 def visits(T: int, window: int | None, block_q: int, block_kv: int) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from pallas_kernels.spec import NEVER
+from pallas_kernels.math.spec import NEVER
 from swa_jax.data.batches import make_batches
 from swa_jax.data.documents import Answered, document_hash, is_held_out
 from swa_jax.data.packing import PackedPrompts, PackedText, _most_that_fit, pack

@@ -11,7 +11,7 @@ from characters import Characters
 from flax import nnx
 from tiny_models import WIDER
 
-from pallas_kernels.spec import NEVER
+from pallas_kernels.math.spec import NEVER
 from swa_jax.estimates import bootstrap
 from swa_jax.evaluate import (
     Example,

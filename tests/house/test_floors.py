@@ -11,6 +11,19 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+# The rooms of `pallas_kernels`, ground floor first; what stands in a subfolder of `tpu` is a room of its own.
+KERNEL_FLOORS = (
+    {"math"},
+    {"blocks", "request"},
+    {"tpu.tile", "gpu", "xla", "cudnn"},
+    {"tpu.schedule", "tpu.decode"},
+    {"tpu.window"},
+    {"tpu.calls"},
+    {"tpu", "dispatch"},
+    {"api", "pools"},
+)
+
+
 def floors():
     """{room: floor}, from the map in docs/architecture.md."""
     table = re.findall(r"(?m)^\| (\d+) \| (.+?) \|", (ROOT / "docs" / "architecture.md").read_text())
@@ -69,6 +82,24 @@ def test_imports_run_downwards(graph):
         if room(module) != room(other)
         and "swa_jax" not in (room(module), room(other))
         and FLOOR[room(other)] >= FLOOR[room(module)]
+    )
+    assert not upward, "\n".join(upward)
+
+
+def kernel_room(module):
+    parts = module.split(".")[1:]
+    return ".".join(parts[:2] if parts[:1] == ["tpu"] else parts[:1])
+
+
+def test_imports_among_the_kernels_run_downwards(graph):
+    inside = {name for name in graph if name.startswith("pallas_kernels.")}
+    floor = {room: i for i, rooms in enumerate(KERNEL_FLOORS) for room in rooms}
+    assert {kernel_room(name) for name in inside} == set(floor)
+    upward = sorted(
+        f"{module} imports {other}"
+        for module in inside
+        for other in graph[module] & inside
+        if kernel_room(module) != kernel_room(other) and floor[kernel_room(other)] >= floor[kernel_room(module)]
     )
     assert not upward, "\n".join(upward)
 

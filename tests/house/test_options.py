@@ -15,7 +15,7 @@ NOT_READ = {
     ("_options", "version"),  # Typer: its callback reads it
     ("open", "mode"),  # fsspec
     ("draw", "out_sharding"),  # Flax's initializers
-    ("_of_rows", "turned"),  # pallas_kernels/bench.py: all cases have them
+    ("_of_rows", "rotated"),  # swa_jax/bench/tpu_kernels.py: all cases have them
     ("_decoding", "H"),
     ("run", "attend_small"),
 }
@@ -43,9 +43,9 @@ DECIDED = {
     ("kl_scores", "AttentionPattern", "num_sink_tokens"),
     ("_linear", "Parameter", "matrix"),
     ("_linear", "Parameter", "output"),
-    ("scheduled_backward", "walk_over", "num_active"),
-    ("walk_over", "Walk", "few"),
-    ("_folded", "Walk", "packed"),
+    ("scheduled_backward", "order_pairs", "num_active"),
+    ("order_pairs", "PairSchedule", "listed"),
+    ("_folded", "PairSchedule", "packed"),
     ("masked", "_Scores", "value_sum"),
 }
 

@@ -53,7 +53,7 @@ def test_the_room_of_a_file_is_the_folder_of_its_tests():
     def room(file):
         return Fault("a", "kind", file, "x", "y").room
 
-    assert room("pallas_kernels/tpu/walk.py") == ("tests/kernels",)
+    assert room("pallas_kernels/tpu/schedule/pair_schedule.py") == ("tests/kernels",)
     assert room("swa_jax/model/cache.py") == ("tests/model",)
     assert room("swa_jax/files.py") == ("tests/test_files.py",)
     assert room("launch/gke.py") == ("tests/launch",)

@@ -20,12 +20,11 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import AttentionSpec, attention, decode_attention, routed_attention
-from pallas_kernels.api import attend, attend_routed
-from pallas_kernels.ring import Ring, RowOrder
-from pallas_kernels.rotary import Rotation
-from pallas_kernels.spec import Packing, PerHead, coordinates
-from pallas_kernels.tpu.cache_write import write_pool
-from pallas_kernels.tpu.decode import decode_pool
+from pallas_kernels.math.ring import Ring, RowOrder
+from pallas_kernels.math.rotary import Rotation
+from pallas_kernels.math.spec import Packing, PerHead, coordinates
+from pallas_kernels.tpu.decode.cache_write import write_pool
+from pallas_kernels.tpu.decode.decode import decode_pool
 
 CORES = {"v5p": 2}  # of a device, where not one: a v5p's two work as one
 B, H, K = 1, 4, 2
@@ -92,20 +91,19 @@ def routed(spec, *names, kernels, head_dim=128, length=SHORT) -> Compiled:
     return Compiled(both, (q, kv, kv, gate, options(names, length)), kernels)
 
 
-def turned(spec, *, kernels, head_dim=128, length=SHORT, routed=False) -> Compiled:
-    """Packed attention of queries that the kernels turn, and its gradients."""
+def rotated(spec, *, kernels, head_dim=128, length=SHORT, routed=False) -> Compiled:
+    """Packed attention of queries that the kernels rotate, and its gradients."""
     q, kv = shape(B, length, H, head_dim), shape(B, length, K, head_dim)
     table, ids = shape(B, length, head_dim, dtype=jnp.float32), shape(B, length, dtype=jnp.int32)
 
     def both(q, k, v, cos, sin, ids):
-        given = {"rotation": Rotation(cos, sin, head_dim // 2), "implementation": "tpu"}
-        packing = Packing(q_segment_ids=ids)
+        given = {"rotation": Rotation(cos, sin, head_dim // 2), "implementation": "tpu", "q_segment_ids": ids}
 
         def function(q, k, v):
             if routed:
                 gate = jnp.ones(q.shape[:2])
-                return attend_routed(q, k, v, gate, spec, PerHead(), packing, **given)[0]
-            return attend(q, k, v, spec, PerHead(), packing, **given)[0]
+                return routed_attention(q, k, v, gate, spec, **given)[0]
+            return attention(q, k, v, spec, **given)
 
         return forward_and_backward(function)(q, k, v)
 
@@ -168,7 +166,7 @@ def shared(spec, length: int, kernels) -> Compiled:
         packing = Packing(ids, ring.gather(ids), positions, ring.gather(positions))
 
         def function(q, k, v):
-            return attend(q, k, v, spec, PerHead(), packing, implementation="tpu", ring=ring)[0]
+            return attention(q, k, v, spec, packing=packing, implementation="tpu", ring=ring)
 
         return forward_and_backward(function)(q, k, v)
 
@@ -254,10 +252,10 @@ CALLS = {
         AttentionSpec(300, 4), "q_segment_ids", "alibi_slopes", "sink_logits", "full_heads", kernels=11
     ),
     "routed-sigmoid": routed(AttentionSpec(300, **SIGMOID), "sigmoid_bias", kernels=5, head_dim=64),
-    "turned-window": turned(WINDOW, kernels=2, length=LONG),
-    "turned-full": turned(AttentionSpec(), kernels=2, length=LONG),
-    "turned-routed": turned(WINDOW, kernels=5, length=LONG, routed=True),
-    "turned-256": turned(WINDOW, kernels=2, length=LONG, head_dim=256),
+    "rotated-window": rotated(WINDOW, kernels=2, length=LONG),
+    "rotated-full": rotated(AttentionSpec(), kernels=2, length=LONG),
+    "rotated-routed": rotated(WINDOW, kernels=5, length=LONG, routed=True),
+    "rotated-256": rotated(WINDOW, kernels=2, length=LONG, head_dim=256),
     "decode-full": decode(AttentionSpec(), "sink_logits", kernels=1, tokens=1, entries=2048),
     "decode-full-8": decode(AttentionSpec(), kernels=1, tokens=8, entries=2048, head_dim=256, dtype="float32"),
     "decode-ring": decode(AttentionSpec(1024, 4), kernels=1, tokens=1, entries=1028, ring=True, head_dim=64),
@@ -273,7 +271,7 @@ CALLS = {
     "sharded-pools": sharded_pools(AttentionSpec(1024, 4)),
     "shared-row": shared(AttentionSpec(), 4096, kernels=2),
     # A kernel for the keys of each device, and one back.
-    "shared-row-in-turn": shared(AttentionSpec(), 36864, kernels=8),
+    "shared-row-in-ring": shared(AttentionSpec(), 36864, kernels=8),
     "routed-beside-many-keys": routed(WINDOW, "q_segment_ids", kernels=5, length=32768),
 }
 

@@ -19,8 +19,8 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels import attention, decode_attention, routed_attention
+from pallas_kernels.math.spec import PerHead
 from pallas_kernels.pools import attend_over_pools
-from pallas_kernels.spec import PerHead
 
 from .test_gpu import CALLS, abstract_gpu, both_pools, loss_and_gradient
 

@@ -15,7 +15,8 @@ from compile_for import abstract_mesh
 from jax.experimental import topologies
 from jax.experimental.layout import Format, Layout
 
-from pallas_kernels import AttentionSpec, attention, bench
+from pallas_kernels import AttentionSpec, attention
+from swa_jax.bench import tpu_kernels
 
 T, H, D = 32768, 32, 128
 
@@ -37,7 +38,7 @@ def main(topology: str) -> dict[str, int]:
         def backward(pullback, dout):
             return pullback(dout)
 
-        kernel, arguments = bench.window_backward(H=H, K=H, T=T, D=D)
+        kernel, arguments = tpu_kernels.window_backward(H=H, K=H, T=T, D=D)
         return {
             "gradients": 3 * x.size * x.dtype.itemsize,
             "kernel": temporary_bytes(kernel, *arguments),

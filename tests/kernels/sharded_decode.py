@@ -14,9 +14,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import AttentionSpec, alibi_slopes, decode_attention
-from pallas_kernels.spec import PerHead, coordinates
-from pallas_kernels.tpu.cache_write import write_pool
-from pallas_kernels.tpu.decode import decode_pool
+from pallas_kernels.math.spec import PerHead, coordinates
+from pallas_kernels.tpu.decode.cache_write import write_pool
+from pallas_kernels.tpu.decode.decode import decode_pool
 
 from .suite import Implementation
 from .tolerances import assert_close

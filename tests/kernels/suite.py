@@ -14,8 +14,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import AttentionSpec, alibi_slopes, attention, blocks, gpu, routed_attention, xla
 from pallas_kernels.gpu.operands import Tile
-from pallas_kernels.tpu import decode, documents
-from pallas_kernels.tpu import passes as tpu_passes
+from pallas_kernels.tpu.calls import launches
+from pallas_kernels.tpu.decode import decode
+from pallas_kernels.tpu.schedule import documents
 
 from .tolerances import assert_close
 
@@ -34,7 +35,7 @@ class Implementation:
             monkeypatch.setattr(xla, "block_size", lambda rows, window: self.block)
         if self.name == "tpu" and self.block is not None:
             tiles = blocks.Tiles(self.block, self.block, strip=self.block // 2, tile=self.block // 2)
-            monkeypatch.setattr(tpu_passes, "choose_tiles", lambda *_, **__: tiles)
+            monkeypatch.setattr(launches, "choose_tiles", lambda *_, **__: tiles)
             monkeypatch.setattr(documents, "SMALL_BLOCK", self.block // 4)
             choose_steps = decode.choose_steps
             monkeypatch.setattr(decode, "choose_steps", lambda *a: (choose_steps(*a)[0], self.block))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import AttentionSpec, alibi_slopes, attention, decode_attention, routed_attention
+from pallas_kernels.math.spec import Packing, PerHead
 
 Q, K = jnp.zeros((2, 12, 6, 8)), jnp.zeros((2, 12, 3, 8))
 WINDOW = AttentionSpec(window=4)
@@ -98,6 +99,24 @@ def test_decode_attention_refuses(changes, sentence):
     arguments = {"q": Q[:, :1], "k_cache": K, "v_cache": K, "spec": WINDOW, "lengths": jnp.array([3, 4])}
     with pytest.raises(ValueError, match=sentence):
         decode_attention(**(arguments | changes))
+
+
+def test_an_unknown_keyword_is_refused_with_the_nearest_one():
+    with pytest.raises(TypeError, match=r"sink_logit is no keyword of this function; did you mean sink_logits\?"):
+        call(sink_logit=jnp.ones(6))
+    with pytest.raises(TypeError, match="q_segment_ids is no keyword of this function"):
+        decode_attention(Q[:, :1], K, K, WINDOW, lengths=jnp.array([3, 4]), q_segment_ids=IDS[:, :1])
+
+
+def test_options_come_as_values_or_as_keywords():
+    q, k = (jax.random.normal(jax.random.key(i), x.shape) for i, x in enumerate((Q, K)))
+    slopes, ids = jnp.linspace(-1, 1, 6), jnp.asarray([[1] * 5 + [2] * 7, [1] * 12])
+    by_keyword = attention(q, k, k, WINDOW, alibi_slopes=slopes, q_segment_ids=ids)
+    by_value = attention(q, k, k, WINDOW, per_head=PerHead(slopes), packing=Packing(ids))
+    both = attention(q, k, k, WINDOW, per_head=PerHead(slopes), packing=Packing(IDS), q_segment_ids=ids)
+    np.testing.assert_array_equal(by_value, by_keyword)
+    np.testing.assert_array_equal(both, by_keyword)
+    assert (by_keyword != attention(q, k, k, WINDOW, per_head=PerHead(slopes))).any()
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])

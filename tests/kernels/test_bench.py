@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from pallas_kernels import AttentionSpec, attention, bench, decode_attention, routed_attention
-from pallas_kernels.spec import coordinates
-from pallas_kernels.tpu import documents
-from pallas_kernels.tpu.decode import choose_steps, list_visits
+from pallas_kernels import AttentionSpec, attention, decode_attention, routed_attention
+from pallas_kernels.math.spec import coordinates
+from pallas_kernels.tpu.decode.decode import choose_steps, list_visits
+from pallas_kernels.tpu.schedule import documents
+from swa_jax.bench import tpu_kernels
 from swa_jax.bench.compile_for_chip import kernel_name, pallas_calls
 
 T, WINDOW = 2048, 1024
@@ -65,15 +66,17 @@ def through_the_api(name: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in bench.FUNCTIONS if not name.startswith("rows_")])  # parts of a call
+@pytest.mark.parametrize(
+    "name", [name for name in tpu_kernels.FUNCTIONS if not name.startswith("rows_")]
+)  # parts of a call
 @pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v6 lite"])
 def test_bench_functions_launch_what_the_api_launches(name, kind):
-    measured = launches(kind, *bench.FUNCTIONS[name](T=T))
+    measured = launches(kind, *tpu_kernels.FUNCTIONS[name](T=T))
     called = launches(kind, *through_the_api(name))
     assert measured
     if name in ("window_backward", "full_backward", "sigmoid_backward"):
         # A vjp launches the forward kernels too, which have a function of their own.
-        forward = launches(kind, *bench.FUNCTIONS[name.replace("backward", "forward")](T=T))
+        forward = launches(kind, *tpu_kernels.FUNCTIONS[name.replace("backward", "forward")](T=T))
         measured = sorted(measured + forward)
     assert [launch[:3] for launch in measured] == [launch[:3] for launch in called]
     assert measured == called
@@ -105,38 +108,38 @@ def test_variants_of_the_window_launch_what_the_api_launches(option, backward):
 
     q, ids = array(1, T, 1, 128), array(1, T, dtype=jnp.int32)
     called = launches(kind, both if backward else forward, (q, q, q, ids))
-    measured = launches(kind, *bench.FUNCTIONS[name](T=T, **option))
+    measured = launches(kind, *tpu_kernels.FUNCTIONS[name](T=T, **option))
     if backward:
-        measured = sorted(measured + launches(kind, *bench.window_forward(T=T, **option)))
+        measured = sorted(measured + launches(kind, *tpu_kernels.window_forward(T=T, **option)))
     assert measured == called
 
 
 def test_settings_are_what_the_functions_take():
-    for name, function in bench.FUNCTIONS.items():
-        assert {"T", "D", "window"} <= set(bench.settings(name))
+    for name, function in tpu_kernels.FUNCTIONS.items():
+        assert {"T", "D", "window"} <= set(tpu_kernels.settings(name))
         small = {"T": 256, "D": 64, "H": 2, "K": 1, "window": 64, "dtype": "float32", "num_sink_tokens": 2}
         _, arguments = function(**small)
         assert arguments[0].dtype == jnp.float32
         assert 64 in arguments[0].shape
-    assert "packed" in bench.settings("window_forward")
-    assert "strip" in bench.settings("window_forward")
-    assert "strip" not in bench.settings("routed_backward")
-    assert "ratio" in bench.settings("routed_backward")
+    assert "packed" in tpu_kernels.settings("window_forward")
+    assert "strip" in tpu_kernels.settings("window_forward")
+    assert "strip" not in tpu_kernels.settings("routed_backward")
+    assert "ratio" in tpu_kernels.settings("routed_backward")
 
 
 # ---- how often the blocks of code run ----
 
 
 def test_executions_of_the_window_kernels_are_their_steps():
-    forward = bench.executions("window_forward", "TPU v5 lite", T=8192, H=2)["window_forward"]
-    assert forward == bench.Executions(bodies=(14, 2), rows=0, heads=2)  # blocks of 1024
-    sinks = bench.executions("window_forward", "TPU v5 lite", T=8192, num_sink_tokens=128)
+    forward = tpu_kernels.executions("window_forward", "TPU v5 lite", T=8192, H=2)["window_forward"]
+    assert forward == tpu_kernels.Executions(bodies=(14, 2), rows=0, heads=2)  # blocks of 1024
+    sinks = tpu_kernels.executions("window_forward", "TPU v5 lite", T=8192, num_sink_tokens=128)
     assert sum(sinks["window_forward"].bodies) == 8
-    backward = bench.executions("window_backward", "TPU v5 lite", T=8192)["window_backward"]
-    assert backward == bench.Executions(bodies=(7, 1), rows=1, heads=1)
+    backward = tpu_kernels.executions("window_backward", "TPU v5 lite", T=8192)["window_backward"]
+    assert backward == tpu_kernels.Executions(bodies=(7, 1), rows=1, heads=1)
     # Four heads a step, two of them (of 40 units each) in one piece of code.
-    backward = bench.executions("window_backward", "TPU v5 lite", T=8192, H=8, K=2)["window_backward"]
-    assert backward == bench.Executions(bodies=(28, 8), rows=16, heads=2)
+    backward = tpu_kernels.executions("window_backward", "TPU v5 lite", T=8192, H=8, K=2)["window_backward"]
+    assert backward == tpu_kernels.Executions(bodies=(28, 8), rows=16, heads=2)
 
 
 def test_executions_over_documents_are_the_blocks_that_no_edge_crosses_and_small_ones(monkeypatch):
@@ -144,10 +147,10 @@ def test_executions_over_documents_are_the_blocks_that_no_edge_crosses_and_small
     monkeypatch.setattr(documents, "SMALL_BLOCK", 1024)
 
     def bodies(**options):
-        return bench.executions("full_forward", "TPU v6 lite", T=4096, **options)["scheduled_forward"].bodies
+        return tpu_kernels.executions("full_forward", "TPU v6 lite", T=4096, **options)["scheduled_forward"].bodies
 
     assert bodies(packed=True) == (*bodies(), 0, 0, 0)
-    ids = bench.segment_ids(4096, 2048)
+    ids = tpu_kernels.segment_ids(4096, 2048)
     assert np.flatnonzero(np.diff(ids[0])).tolist() == [777, 2825]
     # Small blocks of 1024: the first and the third have an edge inside. No pair is plain; the bodies for whole blocks
     # do not run.
@@ -156,20 +159,20 @@ def test_executions_over_documents_are_the_blocks_that_no_edge_crosses_and_small
 
 
 def test_scalars_are_zero_for_rows_of_one_document():
-    assert bench.scalars_are_zero("full_forward", packed=True, T=4096)
-    assert not bench.scalars_are_zero("full_forward", documents=1024, T=4096)
-    assert not bench.scalars_are_zero("window_forward", packed=True)
+    assert tpu_kernels.scalars_are_zero("full_forward", packed=True, T=4096)
+    assert not tpu_kernels.scalars_are_zero("full_forward", documents=1024, T=4096)
+    assert not tpu_kernels.scalars_are_zero("window_forward", packed=True)
 
 
 def test_executions_of_the_scheduled_kernels_are_their_visits():
-    forward = bench.executions("full_forward", "TPU v6 lite", T=4096, H=2)["scheduled_forward"]
-    assert forward == bench.Executions(bodies=(2 * 1, 2 * 2), rows=4, heads=2)  # throughout, diagonal
-    backward = bench.executions("full_backward", "TPU v6 lite", T=4096)["scheduled_backward"]
-    assert backward == bench.Executions(bodies=(1, 2), rows=2, heads=1)
-    window = bench.executions("window_forward", "TPU v6 lite", T=16384, window=9000, num_sink_tokens=0)
+    forward = tpu_kernels.executions("full_forward", "TPU v6 lite", T=4096, H=2)["scheduled_forward"]
+    assert forward == tpu_kernels.Executions(bodies=(2 * 1, 2 * 2), rows=4, heads=2)  # throughout, diagonal
+    backward = tpu_kernels.executions("full_backward", "TPU v6 lite", T=4096)["scheduled_backward"]
+    assert backward == tpu_kernels.Executions(bodies=(1, 2), rows=2, heads=1)
+    window = tpu_kernels.executions("window_forward", "TPU v6 lite", T=16384, window=9000, num_sink_tokens=0)
     # 3 blocks lie in the window throughout, the diagonal's half, and two others in parts of 9000 keys.
     assert window["scheduled_forward"].bodies == (sum(8 - d for d in range(1, 4)), 4, 8, 3)
-    hybrid = bench.executions("head_hybrid_forward", "TPU v6 lite", T=4096)
+    hybrid = tpu_kernels.executions("head_hybrid_forward", "TPU v6 lite", T=4096)
     assert sum(hybrid["window_forward"].bodies) == 6 * 4
     assert sum(hybrid["scheduled_forward"].bodies) == 2 * 10
 
@@ -179,54 +182,54 @@ def test_executions_of_the_scheduled_kernels_are_their_visits():
 def test_executions_of_decoding_are_the_listed_visits(window, num_sink_tokens):
     """One for each block that some entry of a filled cache is seen in."""
     T, B, kind = 5000, 3, "TPU v6 lite"
-    runs = bench.executions("decode", kind, B=B, T=T, window=window, num_sink_tokens=num_sink_tokens)["decode"]
+    runs = tpu_kernels.executions("decode", kind, B=B, T=T, window=window, num_sink_tokens=num_sink_tokens)["decode"]
     spec = AttentionSpec(window, num_sink_tokens)
     heads, block = choose_steps(spec, T, 8, 2 * 128 * 2, kind, False)
     where = coordinates(1, T, q_positions=jnp.full((B, 1), T - 1))
     kv_pos = jnp.pad(jnp.broadcast_to(where.kv_pos, (B, T)), [(0, 0), (0, -T % block)], constant_values=-1)
     visits = list_visits(spec, where._replace(kv_pos=kv_pos), block)
-    assert runs == bench.Executions((8 // heads * int(visits.used),), 8 // heads * B, int(visits.used))
+    assert runs == tpu_kernels.Executions((8 // heads * int(visits.used),), 8 // heads * B, int(visits.used))
 
 
 def test_executions_of_full_rows_are_the_blocks_that_hold_some():
     shape = {"T": 4096, "H": 2, "packed": True}  # keys up to 3071 lie outside the window of the last query
     forward, backward = (
-        functools.partial(bench.executions, f"window_{name}", "TPU v6 lite", **shape)
+        functools.partial(tpu_kernels.executions, f"window_{name}", "TPU v6 lite", **shape)
         for name in ("forward", "backward")
     )
     some = forward(full_from=4032)["scheduled_forward"]
     # Two heads in a step. Half of the last 128 queries: the others do not make a mask of what these see whole.
-    assert some == bench.Executions(bodies=(1, 2), rows=1, heads=1)
+    assert some == tpu_kernels.Executions(bodies=(1, 2), rows=1, heads=1)
     whole = forward(full_from=3840)["scheduled_forward"]
     # Two blocks of queries: the last 1024 of these keys are seen in part, the others throughout.
-    assert whole == bench.Executions(bodies=(2, 4), rows=2, heads=2)
+    assert whole == tpu_kernels.Executions(bodies=(2, 4), rows=2, heads=2)
     gradients = backward(full_from=3840)["scheduled_backward"]
     # And four blocks of keys, whose gradients are written.
-    assert gradients == bench.Executions(bodies=(2 * 1, 2 * 2), rows=4, heads=1 + 4)
+    assert gradients == tpu_kernels.Executions(bodies=(2 * 1, 2 * 2), rows=4, heads=1 + 4)
     # Too many keys for VMEM: a list made at run time decides.
     assert "scheduled_backward" not in backward(T=65536, full_from=100)
 
 
 def test_executions_are_not_guessed_where_data_decide():
-    assert bench.executions("routed_forward", "TPU v6 lite") == {}
-    assert bench.executions("window_backward", "TPU v6 lite", packed=True, num_sink_tokens=4) == {}
+    assert tpu_kernels.executions("routed_forward", "TPU v6 lite") == {}
+    assert tpu_kernels.executions("window_backward", "TPU v6 lite", packed=True, num_sink_tokens=4) == {}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", bench.FUNCTIONS)
+@pytest.mark.parametrize("name", tpu_kernels.FUNCTIONS)
 def test_every_function_takes_the_same_arguments(name):
     shape = {"H": 2, "K": 1, "T": T, "D": 128, "window": WINDOW, "num_sink_tokens": 0, "dtype": "bfloat16"}
-    function, arguments = bench.FUNCTIONS[name](**shape)
+    function, arguments = tpu_kernels.FUNCTIONS[name](**shape)
     assert all(argument.shape for argument in arguments)
     jax.eval_shape(function, *arguments)
     if name.startswith("full"):  # the window is left unread
         plain = {key: value for key, value in shape.items() if key != "window"}
-        assert launches("TPU v6e", function, arguments) == launches("TPU v6e", *bench.FUNCTIONS[name](**plain))
+        assert launches("TPU v6e", function, arguments) == launches("TPU v6e", *tpu_kernels.FUNCTIONS[name](**plain))
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.13, 0.6, 0.75, 1.0])
 def test_the_given_share_of_rows_is_routed(ratio):
-    rows = bench.routed_rows(1000, ratio)
+    rows = tpu_kernels.routed_rows(1000, ratio)
     assert rows.shape == (1000,)
     assert rows.sum() == round(1000 * ratio)
     assert abs(rows[:500].sum() - 500 * ratio) <= 1  # evenly

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.parts import LOG2E, mix
-from pallas_kernels.tpu.cotangents import Branch, divide
+from pallas_kernels.math.parts import LOG2E, mix
+from pallas_kernels.tpu.tile.cotangents import Branch, divide
 from tests.kernels.tolerances import assert_close
 
 BATCH, LENGTH, HEADS, HEAD_DIM = 2, 24, 3, 8

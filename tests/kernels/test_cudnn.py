@@ -11,7 +11,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
 from pallas_kernels import AttentionSpec, attention, cudnn, dispatch
-from pallas_kernels.dispatch import plan
+from pallas_kernels.dispatch import dispatched
 from swa_jax.model.remat import rematerialised
 
 from .suite import Call
@@ -66,7 +66,7 @@ def test_a_gpu_takes_cudnn_for_what_it_serves_and_triton_for_the_rest():
         request(AttentionSpec(), device=GPU),
         request(window, "logit_scales", device=GPU, dtype="float16", head_dim=256),
     ):
-        assert plan(served) == ("cudnn", (), None, None)
+        assert dispatched(served) == ("cudnn", (), None, None)
     for lacks, other in {
         "routed_attention": request(op="routed_attention", device=GPU),
         "decode_attention": request(op="decode_attention", device=GPU),
@@ -82,10 +82,10 @@ def test_a_gpu_takes_cudnn_for_what_it_serves_and_triton_for_the_rest():
         "return_lse": request(window, "return_lse", device=GPU),
         "no NVIDIA GPU": request(device=H200),
     }.items():
-        planned = plan(other)
-        assert (planned.implementation, planned.fallback) == ("triton", None), lacks
+        found = dispatched(other)
+        assert (found.implementation, found.fallback) == ("triton", None), lacks
         with pytest.raises(NotImplementedError, match=f"implementation 'cudnn' cannot take this call: .*{lacks}"):
-            plan(dataclasses.replace(other, implementation="cudnn"))
+            dispatched(dataclasses.replace(other, implementation="cudnn"))
 
 
 def test_the_log_sum_exp_is_asked_of_another(on_gpu, monkeypatch):

@@ -1,6 +1,5 @@
 """Decoding over caches equals the same rows of a full forward; what the TPU kernel reads and visits."""
 
-import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -15,10 +14,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import AttentionSpec, attention, decode_attention
+from pallas_kernels.math.spec import PerHead, Pools, coordinates, dense_mask
 from pallas_kernels.pools import attend_over_pools
-from pallas_kernels.spec import PerHead, Pools, coordinates, dense_mask
-from pallas_kernels.tpu import cache_write, decode
-from pallas_kernels.tpu.decode_kernel import CacheVisit
+from pallas_kernels.tpu.decode import cache_write, decode
+from pallas_kernels.tpu.decode.decode_kernel import CacheVisit
 
 from .suite import Call, every_implementation
 from .tolerances import assert_close
@@ -178,7 +177,7 @@ def test_visits_are_the_blocks_that_each_sequence_sees(spec, options, tokens):
     q_positions = VISITED_LENGTHS[:, None] - tokens + np.arange(tokens)
     where = coordinates(tokens, positions.shape[1], q_positions=q_positions, kv_positions=positions, **options)
     seen = np.asarray(dense_mask(spec, where)).any(axis=1).reshape(5, -1, BLOCK).any(axis=2)
-    everything = dataclasses.replace(spec, window=None)
+    everything = spec.full
     reach = np.asarray(dense_mask(everything, where)).any(axis=1).reshape(5, -1, BLOCK).any(axis=2)
     expected = reach if some_full_heads else seen
 
@@ -301,8 +300,8 @@ import sys, jax, jax.numpy as jnp
 from jax.experimental import topologies
 from jax.experimental.layout import Format, Layout
 from pallas_kernels import AttentionSpec
-from pallas_kernels.spec import PerHead, coordinates
-from pallas_kernels.tpu import cache_write, decode
+from pallas_kernels.math.spec import PerHead, coordinates
+from pallas_kernels.tpu.decode import cache_write, decode
 topology, cores = sys.argv[1], int(sys.argv[2])
 device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
 abstract = jax.sharding.AbstractDevice(device_kind=device.device_kind, num_cores=cores, platform="tpu")

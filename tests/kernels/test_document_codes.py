@@ -6,11 +6,11 @@ import pytest
 
 from pallas_kernels import AttentionSpec, attention
 from pallas_kernels.blocks import Tiles
-from pallas_kernels.spec import coordinates
-from pallas_kernels.tpu import passes as tpu_passes
-from pallas_kernels.tpu import window_forward_step
-from pallas_kernels.tpu.document_codes import document_codes, reads_codes, with_query_code
-from pallas_kernels.tpu.tiles import Call as KernelCall
+from pallas_kernels.math.spec import coordinates
+from pallas_kernels.tpu.calls import launches
+from pallas_kernels.tpu.tile.tiles import Call as KernelCall
+from pallas_kernels.tpu.window import window_forward_step
+from pallas_kernels.tpu.window.document_codes import document_codes, reads_codes, with_query_code
 
 from .suite import Call, Implementation, assert_matches_reference
 from .tolerances import assert_close
@@ -28,7 +28,7 @@ def coded(monkeypatch):
         calls.append(query.shape)
         return with_query_code(query, code)
 
-    monkeypatch.setattr(tpu_passes, "choose_tiles", lambda *_, **__: TILES)
+    monkeypatch.setattr(launches, "choose_tiles", lambda *_, **__: TILES)
     monkeypatch.setattr(window_forward_step, "with_query_code", noted)
     return calls
 

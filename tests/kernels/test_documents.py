@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import AttentionSpec
-from pallas_kernels.spec import coordinates, dense_mask
-from pallas_kernels.tpu import documents, scheduled_backward, scheduled_forward
-from pallas_kernels.tpu import passes as tpu_passes
-from pallas_kernels.tpu.documents import documents_of, read_bounds
+from pallas_kernels.math.spec import coordinates, dense_mask
+from pallas_kernels.tpu.calls import launches
+from pallas_kernels.tpu.schedule import documents, scheduled_backward, scheduled_forward
+from pallas_kernels.tpu.schedule.documents import documents_of, read_bounds
 
 from .suite import PACKED, Call, Implementation, assert_matches_reference, assert_matches_routed, gates
 
@@ -114,7 +114,7 @@ def test_attention_over_documents(tpu, name):
 @pytest.mark.parametrize("window", [23, 33])
 def test_a_window_longer_than_the_window_kernels_take(tpu, monkeypatch, window):
     """Its far edge and the edges of documents cross the same blocks."""
-    monkeypatch.setattr(tpu_passes, "longest_window", lambda *_: 8)
+    monkeypatch.setattr(launches, "longest_window", lambda *_: 8)
     assert_matches_reference(Call(AttentionSpec(window), segments=ROWS, heads=2, kv_heads=1), tpu)
 
 

@@ -14,8 +14,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
 
 from pallas_kernels import AttentionSpec, attention, decode_attention, gpu, routed_attention
 from pallas_kernels.gpu.operands import Tile
+from pallas_kernels.math.spec import PerHead, Pools
 from pallas_kernels.pools import attend_over_pools
-from pallas_kernels.spec import PerHead, Pools
 
 from .suite import PACKED, Call
 from .tolerances import assert_close

@@ -12,7 +12,7 @@ import pytest
 
 from pallas_kernels import AttentionSpec, attention, blocks, gpu, xla
 from pallas_kernels.gpu.operands import Tile
-from pallas_kernels.tpu import passes as tpu_passes
+from pallas_kernels.tpu.calls import launches
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 SHAPE = (6, 128, 2, 64)
@@ -82,7 +82,7 @@ def test_no_backend_loses_more_than_the_oracle(monkeypatch, name, window):
     monkeypatch.setattr(gpu, "tile_sizes", lambda *_: gpu.TilesByKernel(tile, tile, tile, tile))
     monkeypatch.setattr(xla, "block_size", lambda *_: BLOCK)
     tiles = blocks.Tiles(BLOCK, BLOCK, strip=BLOCK, tile=BLOCK)
-    monkeypatch.setattr(tpu_passes, "choose_tiles", lambda *_, **__: tiles)
+    monkeypatch.setattr(launches, "choose_tiles", lambda *_, **__: tiles)
     for size in (1e4, 1e5):
         assert np.abs(exact(size, window)[1]).max() > size
         compared = zip(NAMES, errors(name, size, window), errors("reference", size, window), strict=True)

@@ -83,22 +83,22 @@ def test_only_the_queries_that_see_it(implementation, name):
     call = CALLS[name]
     mask, both = mask_of(call), program(call, implementation.name)
     for names, value in CHANGES:
-        spoilt = mask[:, :, KEY].copy()  # [B, T]
+        nonfinite = mask[:, :, KEY].copy()  # [B, T]
         if "q" in names:
-            spoilt[:, KEY] = True
-        assert spoilt.any()
-        assert not spoilt.all()
-        rows = jnp.asarray(~spoilt, jnp.float32)
-        # A query that is spoilt has no weights to speak of, not even for a cotangent of 0.
-        clean_keys = ~(mask & spoilt[:, :, None]).any(axis=1)  # [B, S]
+            nonfinite[:, KEY] = True
+        assert nonfinite.any()
+        assert not nonfinite.all()
+        rows = jnp.asarray(~nonfinite, jnp.float32)
+        # A query that is NaN has no weights to speak of, not even for a cotangent of 0.
+        clean_keys = ~(mask & nonfinite[:, :, None]).any(axis=1)  # [B, S]
         clean, clean_gradients = both(changed(call, "", 0.0, ()), rows)
         results, gradients = both(changed(call, names, value, (slice(None), KEY)), rows)
         if "full_heads" not in call.options:
-            assert not np.isfinite(results[0])[spoilt].all(axis=-1).any()
+            assert not np.isfinite(results[0])[nonfinite].all(axis=-1).any()
             if "k" in names and len(results) == 2:
-                assert np.isnan(results[1])[spoilt].all()
+                assert np.isnan(results[1])[nonfinite].all()
         for actual, expected in zip((*results, gradients[0]), (*clean, clean_gradients[0]), strict=True):
-            np.testing.assert_array_equal(actual[~spoilt], expected[~spoilt], err_msg=f"{names} {value}")
+            np.testing.assert_array_equal(actual[~nonfinite], expected[~nonfinite], err_msg=f"{names} {value}")
         for actual, expected in zip(gradients[1:], clean_gradients[1:], strict=True):
             np.testing.assert_array_equal(actual[clean_keys], expected[clean_keys], err_msg=f"keys {names} {value}")
 
@@ -140,14 +140,14 @@ def test_routed_attention(implementation, activation, packed):
     def both(q, k, v):
         return routed_attention(q, k, v, gate, call.spec, **fixed, implementation=implementation.name)
 
-    spoilt = mask_of(Call(AttentionSpec(), segments=call.segments))[:, :, KEY]
-    rows = jnp.asarray(~spoilt, jnp.float32)
+    nonfinite = mask_of(Call(AttentionSpec(), segments=call.segments))[:, :, KEY]
+    rows = jnp.asarray(~nonfinite, jnp.float32)
     clean, clean_gradients = both(changed(call, "", 0.0, ()), rows)
     for names, value in (("k", np.nan), ("v", np.nan), ("v", np.inf)):
         results, gradients = both(changed(call, names, value, (slice(None), KEY)), rows)
-        assert not np.isfinite(results[0])[spoilt].all(axis=-1).any()
+        assert not np.isfinite(results[0])[nonfinite].all(axis=-1).any()
         for actual, expected in zip((*results, gradients[0]), (*clean, clean_gradients[0]), strict=True):
-            np.testing.assert_array_equal(actual[~spoilt], expected[~spoilt], err_msg=f"{names} {value}")
+            np.testing.assert_array_equal(actual[~nonfinite], expected[~nonfinite], err_msg=f"{names} {value}")
 
 
 @every_backend
@@ -175,8 +175,8 @@ def test_decoding(implementation, activation, head_dim, window):
     clean = np.asarray(decode(learned["k"], learned["v"]))
     unseen = jnp.asarray(~mask.any(axis=1))[:, :, None, None]
     for value in (np.nan, np.inf):
-        spoilt = [jnp.where(unseen, value, learned[x]) for x in "kv"]
-        np.testing.assert_array_equal(decode(*spoilt), clean)
+        nonfinite = [jnp.where(unseen, value, learned[x]) for x in "kv"]
+        np.testing.assert_array_equal(decode(*nonfinite), clean)
     for names, value in (("k", np.nan), ("v", np.nan), ("v", np.inf)):
         k, v = (learned[x].at[0, 36, 1].set(value) if x in names else learned[x] for x in "kv")
         out = np.asarray(decode(k, v))

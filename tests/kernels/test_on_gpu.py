@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import AttentionSpec, attention, decode_attention
+from pallas_kernels.math.spec import PerHead, Pools
 from pallas_kernels.pools import attend_over_pools
-from pallas_kernels.spec import PerHead, Pools
 
 from .suite import Call, Implementation, assert_matches_reference, assert_matches_routed
 from .tolerances import assert_close

@@ -1,4 +1,4 @@
-"""Heads of 64 in pairs (pallas_kernels/tpu/pairs.py): the same attention, whichever heads share a register's lanes."""
+"""Heads of 64 in pairs (tpu/tile/pairs.py): the same attention, whichever heads share a register's lanes."""
 
 import dataclasses
 
@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import AttentionSpec
-from pallas_kernels.spec import PerHead
-from pallas_kernels.tpu.pairs import LONGEST_WINDOW, in_pairs
+from pallas_kernels.math.spec import PerHead
+from pallas_kernels.tpu.tile.pairs import LONGEST_WINDOW, in_pairs
 
 from .suite import LEFT_PADDED, PACKED, Call, Implementation, assert_matches_reference
 

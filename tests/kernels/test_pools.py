@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import AttentionSpec, decode_attention
+from pallas_kernels.math.spec import PerHead, Pools
 from pallas_kernels.pools import attend_over_pools
-from pallas_kernels.spec import PerHead, Pools
 
 from .suite import Implementation
 from .tolerances import assert_close
@@ -47,9 +47,9 @@ def test_each_head_reads_the_pool_that_it_is_in(seed, tokens, options, implement
     size = window + tokens - 1
     last = np.asarray(lengths)[:, None] - 1 - sinks
     entry = np.arange(sinks + size)[None]
-    turning = last - (last - (entry - sinks)) % size
-    held = np.where(entry < sinks, entry, turning + sinks)
-    held = np.where((held < np.asarray(lengths)[:, None]) & ((entry < sinks) | (turning >= 0)), held, -1)
+    rotating = last - (last - (entry - sinks)) % size
+    held = np.where(entry < sinks, entry, rotating + sinks)
+    held = np.where((held < np.asarray(lengths)[:, None]) & ((entry < sinks) | (rotating >= 0)), held, -1)
     in_whole = np.array([True, False, True])
     whole_slots, ring_slots = jnp.array([4, 99, 1]), jnp.array([99, 2, 99])  # pools have 5 and 3 rows
 

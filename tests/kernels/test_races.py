@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import AttentionSpec, decode_attention
-from pallas_kernels.spec import PerHead, coordinates
-from pallas_kernels.tpu.decode import decode_pool
+from pallas_kernels.math.spec import PerHead, coordinates
+from pallas_kernels.tpu.decode.decode import decode_pool
 
 from .suite import PACKED, Call, Implementation, set_parallel_dimensions
 from .tolerances import assert_close
@@ -184,11 +184,11 @@ def test_steps_that_hand_on_accumulators_must_not_be_shared_by_cores(monkeypatch
 
 
 def test_a_read_out_of_bounds_is_found():
-    def beyond(x_ref, out_ref):
+    def out_of_bounds(x_ref, out_ref):
         out_ref[...] = x_ref[pl.ds(pl.program_id(0) * 8, 8), :]
 
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"[Oo]ut-of-bounds"):
-        run_strictly(beyond)
+        run_strictly(out_of_bounds)
 
 
 def test_memory_that_was_never_written_is_nan():

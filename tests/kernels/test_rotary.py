@@ -1,4 +1,4 @@
-"""Queries that come unturned: every implementation gives what the oracle gives of turned ones, gradients too."""
+"""Queries that come unrotated: every implementation gives what the oracle gives of rotated ones, gradients too."""
 
 import functools
 
@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import AttentionSpec
-from pallas_kernels.api import attend, attend_routed
-from pallas_kernels.rotary import Rotation, rotate
-from pallas_kernels.spec import Packing, PerHead, segment_positions
+from pallas_kernels import AttentionSpec, attention, routed_attention
+from pallas_kernels.math.rotary import Rotation, rotate
+from pallas_kernels.math.spec import Packing, PerHead, segment_positions
 
 from .suite import IMPLEMENTATIONS, Implementation
 from .tolerances import assert_close
@@ -20,12 +19,12 @@ LENGTH, HEADS, KV_HEADS = 50, 4, 2
 PACKED = jnp.asarray([[1] * 20 + [2] * 17 + [3] * 10 + [0] * 3, [0] * 5 + [1] * 30 + [2] * 15])
 
 
-def rotation(positions, head_dim: int, turned: int, interleaved: bool, factor: float = 1.0) -> Rotation:
-    """Drawn angles of the first `turned` channels; written with loops over pairs, as the papers have it."""
-    rng = np.random.default_rng(head_dim + turned)
+def rotation(positions, head_dim: int, rotated: int, interleaved: bool, factor: float = 1.0) -> Rotation:
+    """Drawn angles of the first `rotated` channels; written with loops over pairs, as the papers have it."""
+    rng = np.random.default_rng(head_dim + rotated)
     cos, sin = np.ones((*positions.shape, head_dim)), np.zeros((*positions.shape, head_dim))
-    distance = 1 if interleaved else turned // 2
-    for pair in range(turned // 2):
+    distance = 1 if interleaved else rotated // 2
+    for pair in range(rotated // 2):
         first = 2 * pair if interleaved else pair
         angle = np.asarray(positions) * rng.uniform(0.01, 2)
         for channel, sign in ((first, -1), (first + distance, 1)):
@@ -33,25 +32,25 @@ def rotation(positions, head_dim: int, turned: int, interleaved: bool, factor: f
     return Rotation(jnp.asarray(cos, jnp.float32), jnp.asarray(sin, jnp.float32), distance)
 
 
-def turned_by_complex_numbers(x, turning: Rotation, turned: int, interleaved: bool):
+def rotated_by_complex_numbers(x, rotating: Rotation, rotated: int, interleaved: bool):
     x = np.asarray(x, np.float64)
-    first = np.arange(0, turned, 2) if interleaved else np.arange(turned // 2)
-    second = first + turning.distance
-    cos, sin = (np.asarray(table, np.float64)[:, :, None] for table in (turning.cos, turning.sin))
+    first = np.arange(0, rotated, 2) if interleaved else np.arange(rotated // 2)
+    second = first + rotating.distance
+    cos, sin = (np.asarray(table, np.float64)[:, :, None] for table in (rotating.cos, rotating.sin))
     z = (x[..., first] + 1j * x[..., second]) * (cos[..., second] + 1j * sin[..., second])
     out = x.copy()
     out[..., first], out[..., second] = z.real, z.imag
     return out
 
 
-@pytest.mark.parametrize(("turned", "interleaved"), [(128, False), (128, True), (48, False), (6, True)])
-def test_pairs_turn_as_complex_numbers_do(turned, interleaved):
-    turning = rotation(np.arange(9)[None], 128, turned, interleaved)
+@pytest.mark.parametrize(("rotated", "interleaved"), [(128, False), (128, True), (48, False), (6, True)])
+def test_pairs_rotate_as_complex_numbers_do(rotated, interleaved):
+    rotating = rotation(np.arange(9)[None], 128, rotated, interleaved)
     x = np.random.default_rng(0).normal(size=(2, 9, 3, 128)).astype(np.float32)
-    expected = turned_by_complex_numbers(x, turning, turned, interleaved)
-    assert_close(rotate(jnp.asarray(x), turning), expected.astype(np.float32), "float32")
+    expected = rotated_by_complex_numbers(x, rotating, rotated, interleaved)
+    assert_close(rotate(jnp.asarray(x), rotating), expected.astype(np.float32), "float32")
     abreast = jnp.asarray(x.reshape(2, 9, 1, 384))  # heads side by side
-    assert_close(rotate(abreast, turning).reshape(x.shape), expected.astype(np.float32), "float32")
+    assert_close(rotate(abreast, rotating).reshape(x.shape), expected.astype(np.float32), "float32")
 
 
 def drawn(head_dim: int, dtype: str = "float32") -> list[jax.Array]:
@@ -60,18 +59,18 @@ def drawn(head_dim: int, dtype: str = "float32") -> list[jax.Array]:
     return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
 
 
-def outcome(implementation, spec, per_head, packing, turning, routed, arrays):
+def outcome(implementation, spec, per_head, packing, rotating, routed, arrays):
     """The result, and the gradients of a drawn combination of it."""
     q, k, v, weights = arrays
     gate = jnp.asarray(np.random.default_rng(1).random((2, LENGTH)) < 0.3, jnp.float32)
 
     def function(q, k, v):
-        # Turned by hand for the oracle.
-        query, given = (rotate(q, turning), None) if implementation == "reference" else (q, turning)
-        options = {"rotation": given, "implementation": implementation}
+        # Rotated by hand for the oracle.
+        query, given = (rotate(q, rotating), None) if implementation == "reference" else (q, rotating)
+        options = {"per_head": per_head, "packing": packing, "rotation": given, "implementation": implementation}
         if routed:
-            return attend_routed(query, k, v, gate, spec, per_head, packing, **options)
-        return attend(query, k, v, spec, per_head, packing, **options)[0], jnp.zeros(())
+            return routed_attention(query, k, v, gate, spec, **options)
+        return attention(query, k, v, spec, **options), jnp.zeros(())
 
     def loss(*qkv):
         out, disagreement = function(*qkv)
@@ -107,14 +106,14 @@ ROTATIONS = {"halves": (128, 128, False), "interleaved": (128, 128, True), "part
         pytest.param("packed-sinks", "interleaved", marks=pytest.mark.slow),
     ],
 )
-def test_kernels_turn_queries_and_turn_gradients_back(name, how, monkeypatch):
+def test_kernels_rotate_queries_and_rotate_gradients_back(name, how, monkeypatch):
     TPU.install(monkeypatch)
     spec, per_head, packing = CASES[name]
-    head_dim, turned, interleaved = ROTATIONS[how]
+    head_dim, rotated, interleaved = ROTATIONS[how]
     ids = packing.get("q_segment_ids")
     positions = np.arange(LENGTH)[None] if ids is None else np.asarray(segment_positions(ids))
-    turning = rotation(positions, head_dim, turned, interleaved, factor=1.1)
-    options = spec, PerHead(**per_head), Packing(**packing), turning, name.startswith("routed")
+    rotating = rotation(positions, head_dim, rotated, interleaved, factor=1.1)
+    options = spec, PerHead(**per_head), Packing(**packing), rotating, name.startswith("routed")
     expected = outcome("reference", *options, drawn(head_dim))
     found = outcome("tpu", *options, drawn(head_dim))
     assert_close(found[0], expected[0], "float32")
@@ -124,25 +123,25 @@ def test_kernels_turn_queries_and_turn_gradients_back(name, how, monkeypatch):
 @pytest.mark.parametrize(
     "implementation", [i for i in IMPLEMENTATIONS if i.name != "tpu"] + [TPU], ids=str, indirect=False
 )
-def test_heads_that_fill_no_register_are_turned_before(implementation, monkeypatch):
+def test_heads_that_fill_no_register_are_rotated_before(implementation, monkeypatch):
     implementation.install(monkeypatch)
-    turning = rotation(np.arange(LENGTH)[None], 16, 16, False)
-    options = AttentionSpec(11), PerHead(), Packing(), turning, False
+    rotating = rotation(np.arange(LENGTH)[None], 16, 16, False)
+    options = AttentionSpec(11), PerHead(), Packing(), rotating, False
     expected = outcome("reference", *options, drawn(16))
     found = outcome(implementation.name, *options, drawn(16))
     assert_close(found[0], expected[0], "float32")
     assert_close(found[1], expected[1], "float32", gradient=True)
 
 
-def test_turning_in_the_kernel_rounds_less(monkeypatch):
-    """Queries are rounded to bfloat16 once there, after RoPE and the scale; turned before, they are rounded twice."""
+def test_rotating_in_the_kernel_rounds_less(monkeypatch):
+    """Queries are rounded to bfloat16 once there, after RoPE and the scale; rotated before, they are rounded twice."""
     TPU.install(monkeypatch)
-    turning, arrays = rotation(np.arange(LENGTH)[None], 128, 128, False), drawn(128, "bfloat16")
+    rotating, arrays = rotation(np.arange(LENGTH)[None], 128, 128, False), drawn(128, "bfloat16")
     run = functools.partial(outcome, spec=AttentionSpec(11), per_head=PerHead(), packing=Packing(), routed=False)
-    exact, _ = run("reference", turning=turning, arrays=[x.astype(jnp.float32) for x in arrays])
-    found, _ = run("tpu", turning=turning, arrays=arrays)
-    still = Rotation(jnp.ones_like(turning.cos), jnp.zeros_like(turning.sin), turning.distance)
-    before, _ = run("tpu", turning=still, arrays=[rotate(arrays[0], turning), *arrays[1:]])
+    exact, _ = run("reference", rotating=rotating, arrays=[x.astype(jnp.float32) for x in arrays])
+    found, _ = run("tpu", rotating=rotating, arrays=arrays)
+    still = Rotation(jnp.ones_like(rotating.cos), jnp.zeros_like(rotating.sin), rotating.distance)
+    before, _ = run("tpu", rotating=still, arrays=[rotate(arrays[0], rotating), *arrays[1:]])
 
     def error(out):
         return float(jnp.sqrt(jnp.mean(jnp.square(out.astype(jnp.float32) - exact))))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import AttentionSpec, attention, routed_attention
-from pallas_kernels.parts import members
+from pallas_kernels.math.parts import members
 
 from .suite import PACKED, Call, Implementation, assert_matches_routed, every_implementation, gates
 from .tolerances import assert_close

@@ -9,11 +9,11 @@ import pytest
 
 from pallas_kernels import AttentionSpec
 from pallas_kernels.blocks import Tiles
-from pallas_kernels.rotary import Rotation, rotate
-from pallas_kernels.spec import coordinates
-from pallas_kernels.tpu.rows import add_apart, choose, together
-from pallas_kernels.tpu.tiles import Call
-from pallas_kernels.tpu.turning import left_to_kernels
+from pallas_kernels.math.rotary import Rotation, rotate
+from pallas_kernels.math.spec import coordinates
+from pallas_kernels.tpu.calls.rows import add_rows, choose, gather_rows
+from pallas_kernels.tpu.tile.rotation import left_to_kernels
+from pallas_kernels.tpu.tile.tiles import Call
 from tests.kernels.tolerances import VALUE_TOLERANCE
 
 CALL = Call(AttentionSpec(64), Tiles(128, 128, strip=128, tile=128), interpret=True)
@@ -40,7 +40,7 @@ def test_rows_are_those_of_plain_indexing(kind, length, dtype):
     chosen = choose(jnp.asarray(member), TILE)
     arrays = drawn(length, dtype, 0), drawn(length, dtype, 1)
     where = coordinates(length, length)
-    gathered = jax.jit(lambda q, x: together(CALL, chosen, q, (x,), TILE, where))(*arrays)
+    gathered = jax.jit(lambda q, x: gather_rows(CALL, chosen, q, (x,), TILE, where))(*arrays)
     for x, rows in zip(arrays, gathered, strict=True):
         for b in range(2):
             (index,) = np.nonzero(member[b])
@@ -48,7 +48,7 @@ def test_rows_are_those_of_plain_indexing(kind, length, dtype):
             rest = -len(index) % TILE
             np.testing.assert_array_equal(rows[b, :, len(index) :][:, :rest], 0)
     more = drawn(length, dtype, 2)
-    added = jax.jit(lambda dq, rows: add_apart(CALL, chosen, dq, rows, TILE, where))(arrays[0], more)
+    added = jax.jit(lambda dq, rows: add_rows(CALL, chosen, dq, rows, TILE, where))(arrays[0], more)
     for b in range(2):
         (index,) = np.nonzero(member[b])
         expected = arrays[0][b].at[:, index].add(more[b, :, : len(index)])
@@ -56,8 +56,8 @@ def test_rows_are_those_of_plain_indexing(kind, length, dtype):
 
 
 @pytest.mark.parametrize("rows_of_tables", [1, 2])
-def test_queries_are_turned_on_the_way_and_their_gradients_turned_back(rows_of_tables):
-    """Heads of 128, which fill a register; turned queries carry the scale as those do that XLA turns."""
+def test_queries_are_rotated_on_the_way_and_their_gradients_rotated_back(rows_of_tables):
+    """Heads of 128, which fill a register; rotated queries carry the scale as those do that XLA rotates."""
     length, head_dim, distance = 1024, 128, 64  # two chunks
     member, rng = members(length, "drawn"), np.random.default_rng(0)
     chosen = choose(jnp.asarray(member), TILE)
@@ -68,22 +68,22 @@ def test_queries_are_turned_on_the_way_and_their_gradients_turned_back(rows_of_t
     call = dataclasses.replace(CALL, spec=AttentionSpec(64, scale=0.3))
     call, where = left_to_kernels(call, coordinates(length, length), rotation)
 
-    def turned(q):
+    def rotated(q):
         return call.query_factor * rotate(q.swapaxes(1, 2), rotation).swapaxes(1, 2)
 
     tolerance = VALUE_TOLERANCE["float32"]
-    expected, pullback = jax.vjp(turned, q)
-    found, others = together(call, chosen, q, (dq,), TILE, where)
+    expected, pullback = jax.vjp(rotated, q)
+    found, others = gather_rows(call, chosen, q, (dq,), TILE, where)
     for b in range(2):
         (index,) = np.nonzero(member[b])
         np.testing.assert_allclose(found[b, :, : len(index)], expected[b][:, index], atol=tolerance)
         np.testing.assert_array_equal(others[b, :, : len(index)], dq[b][:, index])
-    apart = jnp.zeros_like(q)
+    spread = jnp.zeros_like(q)
     for b in range(2):
         (index,) = np.nonzero(member[b])
-        apart = apart.at[b, :, index].set(more[b, :, : len(index)].swapaxes(0, 1))
-    expected = dq + pullback(apart)[0]
-    np.testing.assert_allclose(add_apart(call, chosen, dq, more, TILE, where), expected, atol=tolerance)
+        spread = spread.at[b, :, index].set(more[b, :, : len(index)].swapaxes(0, 1))
+    expected = dq + pullback(spread)[0]
+    np.testing.assert_allclose(add_rows(call, chosen, dq, more, TILE, where), expected, atol=tolerance)
 
 
 def test_every_chunk_is_visited_and_no_pair_twice():
@@ -109,13 +109,13 @@ def test_what_is_not_finite_stays_in_its_row(bad):
     x = drawn(1024, "bfloat16", 0).at[0, 1, ignored, 2].set(bad).at[0, 2, int(index[40]), 5].set(bad)
     clean = jnp.where(jnp.isfinite(x), x, 0)
     where = coordinates(1024, 1024)
-    (rows,) = together(CALL, chosen, x, (), TILE, where)
+    (rows,) = gather_rows(CALL, chosen, x, (), TILE, where)
     expected = np.array(clean[0][:, index].astype(jnp.float32))
     expected[2, 40, 5] = np.nan
     np.testing.assert_array_equal(rows[0, :, : len(index)].astype(jnp.float32), expected)
     # Back again: a row that is not finite stays in its token.
     more = drawn(1024, "bfloat16", 1).at[0, 1, 7, 3].set(bad)
-    found = add_apart(CALL, chosen, jnp.zeros_like(x), more, TILE, where)
+    found = add_rows(CALL, chosen, jnp.zeros_like(x), more, TILE, where)
     hit = np.zeros(found.shape, bool)
     hit[0, 1, index[7], 3] = True
     np.testing.assert_array_equal(~np.isfinite(found.astype(jnp.float32)), hit)

@@ -1,7 +1,5 @@
 """The mask planner: which tiles are visited, and how they are masked, against brute force over every pair of tokens."""
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,19 +7,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.blocks import Tiles
-from pallas_kernels.schedule import (
+from pallas_kernels.math.schedule import (
     Kind,
     bounds_of,
     fully_visible_by_row,
     kind_at,
-    make_schedule,
+    schedule_pairs,
     visited,
     visited_by_row,
 )
-from pallas_kernels.spec import AttentionSpec, coordinates, dense_mask
-from pallas_kernels.tpu.tiles import Call
-from pallas_kernels.tpu.walk import reach_of, seen_tiles
-from pallas_kernels.tpu.window import blocks_back, window_steps, window_tiles
+from pallas_kernels.math.spec import AttentionSpec, coordinates, dense_mask
+from pallas_kernels.tpu.schedule.pair_schedule import reach_of, seen_tiles
+from pallas_kernels.tpu.tile.tiles import Call
+from pallas_kernels.tpu.window.geometry import blocks_back, window_steps, window_tiles
 
 FAST = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 BLOCKS = st.sampled_from([1, 3, 7])  # few shapes, since JAX compiles its operations for each
@@ -31,7 +29,7 @@ SIZES = st.sampled_from([1, 4, 9])
 def blocks_with_a_visible_pair(spec, where, q_block, kv_block, *, outside=False):
     mask = np.asarray(dense_mask(spec, where))
     if outside:
-        mask = np.asarray(dense_mask(dataclasses.replace(spec, window=None), where)) & ~mask
+        mask = np.asarray(dense_mask(spec.full, where)) & ~mask
     rows, q_length, kv_length = mask.shape
     mask = mask.reshape(rows, q_length // q_block, q_block, kv_length // kv_block, kv_block)
     return mask.any(axis=(0, 2, 4))
@@ -117,14 +115,14 @@ def test_outside_the_window_is_exact_without_sink_tokens(window, causal):
 
 
 def test_lists_name_each_visited_block_once_in_order():
-    schedule = make_schedule(AttentionSpec(window=3, num_sink_tokens=1), coordinates(12, 12), 2, 2)
+    schedule = schedule_pairs(AttentionSpec(window=3, num_sink_tokens=1), coordinates(12, 12), 2, 2)
     visits = [list(map(int, row[:count])) for row, count in zip(schedule.blocks, schedule.counts, strict=True)]
     assert visits == [[0], [0, 1], [0, 1, 2], [0, 2, 3], [0, 3, 4], [0, 4, 5]]
 
 
 def test_a_windowed_schedule_grows_with_the_length_not_its_square():
     spec = AttentionSpec(window=512, num_sink_tokens=4)
-    visits = [int(make_schedule(spec, coordinates(t, t), 128, 128).counts.sum()) for t in (8192, 16384)]
+    visits = [int(schedule_pairs(spec, coordinates(t, t), 128, 128).counts.sum()) for t in (8192, 16384)]
     assert visits[1] <= 2.1 * visits[0]
     assert visits[0] <= 6 * 8192 / 128
 
@@ -132,13 +130,13 @@ def test_a_windowed_schedule_grows_with_the_length_not_its_square():
 def kind_by_force(window, outside, queries, keys) -> Kind:
     """From the distances of all pairs of a tile: nothing but the definition."""
     back = np.asarray(queries)[:, None] - np.asarray(keys)
-    later, beyond = back < 0, back >= (np.inf if window is None else window)
-    seen = ~later & (beyond if outside else ~beyond)
+    later, past = back < 0, back >= (np.inf if window is None else window)
+    seen = ~later & (past if outside else ~past)
     if seen.all() or not seen.any():
         return Kind.FULL if seen.all() else Kind.NONE
     if outside:  # a key that comes later is as unseen as one inside the window, and hidden by the same comparison
         return Kind.EDGE
-    return {(True, False): Kind.DIAGONAL, (False, True): Kind.EDGE}.get((later.any(), beyond.any()), Kind.BOTH)
+    return {(True, False): Kind.DIAGONAL, (False, True): Kind.EDGE}.get((later.any(), past.any()), Kind.BOTH)
 
 
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
@@ -214,7 +212,7 @@ def test_tiles_without_a_mask_are_visible_throughout(data, spec, blocks, size, o
     where = coordinates(length, length, **options)
     mask = np.asarray(dense_mask(spec, where))
     if outside:
-        mask = np.asarray(dense_mask(dataclasses.replace(spec, window=None), where)) & ~mask
+        mask = np.asarray(dense_mask(spec.full, where)) & ~mask
     tiles = mask.reshape(mask.shape[0], blocks, size, blocks, size)
     full = np.asarray(fully_visible_by_row(spec, where, size, size, outside=outside))
     assert not (full & ~tiles.all(axis=(2, 4))).any()

@@ -8,10 +8,10 @@ import pytest
 
 from pallas_kernels import AttentionSpec, attention
 from pallas_kernels.blocks import Tiles
-from pallas_kernels.tpu import passes as tpu_passes
-from pallas_kernels.tpu.shared_columns import share_columns, shared_products, shared_values
-from pallas_kernels.tpu.tiles import Call as KernelCall
-from pallas_kernels.tpu.window import window_tiles
+from pallas_kernels.tpu.calls import launches
+from pallas_kernels.tpu.tile.tiles import Call as KernelCall
+from pallas_kernels.tpu.window.geometry import window_tiles
+from pallas_kernels.tpu.window.shared_columns import share_columns, shared_products, shared_values
 
 from .suite import Call, Implementation, assert_matches_reference
 from .tolerances import assert_close
@@ -22,7 +22,7 @@ QUARTERS = Tiles(512, 512, strip=256, tile=256)  # with head_dim 128, as v6e and
 
 @pytest.fixture
 def cut_into(monkeypatch):
-    return lambda tiles: monkeypatch.setattr(tpu_passes, "choose_tiles", lambda *_, **__: tiles)
+    return lambda tiles: monkeypatch.setattr(launches, "choose_tiles", lambda *_, **__: tiles)
 
 
 @pytest.mark.parametrize(("n", "head_dim"), [(16, 8), (128, 128), (256, 64), (256, 128)])

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import AttentionSpec, attention, routed_attention, tpu
-from pallas_kernels.ring import RowOrder
-from pallas_kernels.spec import PerHead, coordinates
-from pallas_kernels.tpu import scheduled_backward, scheduled_forward, walk
+from pallas_kernels.math.ring import RowOrder
+from pallas_kernels.math.spec import PerHead, coordinates
+from pallas_kernels.tpu.schedule import pair_schedule, scheduled_backward, scheduled_forward
 
 from .suite import Implementation
 from .tolerances import assert_close
@@ -20,17 +20,17 @@ SOME_FULL = {"full_heads": jnp.array([True, False])}
 
 
 @pytest.fixture
-def walks(monkeypatch):
-    """What the kernels walk over, in blocks of 16 that are cut into small ones of 4."""
+def schedules(monkeypatch):
+    """What the kernels visit, in blocks of 16 that are cut into small ones of 4."""
     Implementation("tpu", block=16).install(monkeypatch)
     seen = []
 
-    def walk_over(*arguments, **options):
-        seen.append(walk.walk_over(*arguments, **options))
+    def order_pairs(*arguments, **options):
+        seen.append(pair_schedule.order_pairs(*arguments, **options))
         return seen[-1]
 
     for kernel in (scheduled_forward, scheduled_backward):
-        monkeypatch.setattr(kernel, "walk_over", walk_over)
+        monkeypatch.setattr(kernel, "order_pairs", order_pairs)
     return seen
 
 
@@ -46,8 +46,8 @@ def by_device(order: RowOrder, ids, attend, *arrays: jax.Array) -> jax.Array:
             kv_pos=whole.kv_pos[:, held],
             q_order=index[:, queries],
             kv_order=index[:, held],
-            q_seg=None if ids is None else whole.q_seg[:, queries],
-            kv_seg=None if ids is None else whole.kv_seg[:, held],
+            q_segment_ids=None if ids is None else whole.q_segment_ids[:, queries],
+            kv_segment_ids=None if ids is None else whole.kv_segment_ids[:, held],
         )
         keys = (x[:, held] for x in arrays[:2])
         parts.append(attend(*keys, *(x[:, queries] for x in arrays[2:]), where))
@@ -64,7 +64,7 @@ def by_device(order: RowOrder, ids, attend, *arrays: jax.Array) -> jax.Array:
         pytest.param(False, None, WINDOW, {}, True, id="neighbours-routed", marks=pytest.mark.long),
     ],
 )
-def test_each_device_has_the_rows_of_one(walks, zigzag, ids, spec, per_head, routed):
+def test_each_device_has_the_rows_of_one(schedules, zigzag, ids, spec, per_head, routed):
     rng = np.random.default_rng(0)
     k, v, q = (jnp.asarray(rng.normal(size=(2, T, heads, 8)), jnp.float32) for heads in (2, 2, 4))
     gate = jnp.asarray(rng.uniform(size=(2, T)) < 0.4, jnp.float32)
@@ -95,7 +95,7 @@ def test_each_device_has_the_rows_of_one(walks, zigzag, ids, spec, per_head, rou
     (out, gradients), (expected, expected_gradients) = differentiated(here), differentiated(there)
     assert_close(out, expected, "float32")
     assert_close(gradients, expected_gradients, "float32", gradient=True)
-    shared = [one.shared is not None for one in walks]
+    shared = [one.shared is not None for one in schedules]
     assert any(shared)
     assert routed or all(shared)  # of routed rows, the backward pass outside the window has a list
 
@@ -116,7 +116,7 @@ class _Held:
     def __init__(self, parts):
         self.parts = iter(parts)
 
-    def turn(self, _):
+    def passed_on(self, _):
         return next(self.parts)
 
     def at_hand(self, where, number):

@@ -1,13 +1,11 @@
 """The visibility rule, held to masks written out by hand: rows are queries, columns are keys, `#` is visible."""
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import AttentionSpec, segment_positions
-from pallas_kernels.spec import coordinates, visible
+from pallas_kernels.math.spec import coordinates, visible
 
 
 def picture(text):
@@ -182,7 +180,13 @@ def test_mask(spec, options, expected):
 
 def test_a_full_head_sees_everything_causal():
     spec = AttentionSpec(window=2, num_sink_tokens=1)
-    np.testing.assert_array_equal(dataclasses.replace(spec, window=None).mask(8)[0], picture(CAUSAL))
+    np.testing.assert_array_equal(spec.full.mask(8)[0], picture(CAUSAL))
+    assert spec.full == AttentionSpec()
+
+
+def test_the_scale_is_that_of_the_size_of_a_head_unless_it_is_given():
+    assert AttentionSpec().scale_for(64) == 1 / 8
+    assert AttentionSpec(scale=0.3).scale_for(64) == 0.3
 
 
 def test_queries_of_a_chunk():

@@ -1,4 +1,4 @@
-"""No block outside the schedule is touched, shown from outside: what was touched turns to NaN.
+"""No block outside the schedule is touched, shown from outside: what was touched becomes NaN.
 
 A tile of keys and values that are NaN makes NaN of every row of a strip of queries that multiplies by it, masked or
 not (0 * NaN is NaN). So a call whose rows of the batch each have another block of keys poisoned says which blocks each
@@ -6,21 +6,19 @@ block of queries worked on. That has to be exactly what a dense mask says by bru
 pair. Likewise for the gradients of keys and values, with poisoned cotangents.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import AttentionSpec, attention, decode_attention, reference, routed_attention
+from pallas_kernels import AttentionSpec, attention, decode_attention, routed_attention
 from pallas_kernels.gpu import triton as gpu_triton
-from pallas_kernels.tpu import passes as tpu_passes
-from pallas_kernels.tpu import routed
-from pallas_kernels.tpu import scheduled_backward as tpu_backward
-from pallas_kernels.tpu import window_backward_step as tpu_window_backward
-from pallas_kernels.tpu import window_forward_step as tpu_window_forward
+from pallas_kernels.math import reference
+from pallas_kernels.tpu.calls import passes, routed
+from pallas_kernels.tpu.schedule import scheduled_backward as tpu_backward
+from pallas_kernels.tpu.window import window_backward_step as tpu_window_backward
+from pallas_kernels.tpu.window import window_forward_step as tpu_window_forward
 
 from .suite import IMPLEMENTATIONS, Implementation, quick_jit, set_parallel_dimensions
 
@@ -92,7 +90,7 @@ def needed(spec, options, heads):
     """Blocks with a visible pair, by brute force: [heads, query blocks, KV blocks]."""
     options = repeated(options, 1)
     full = options.pop("full_heads", jnp.zeros(2, bool)).repeat(heads // 2)
-    specs = [dataclasses.replace(spec, window=None) if f else spec for f in full]
+    specs = [spec.full if f else spec for f in full]
     masks = [np.asarray(s.mask(T, **(options if s.window is not None else _without_full_from(options)))) for s in specs]
     return np.stack([m.reshape(BLOCKS, BLOCK, BLOCKS, BLOCK).any(axis=(1, 3)) for m in masks])
 
@@ -171,19 +169,19 @@ def test_routed_backward(monkeypatch, name, gate):
     """Each of its two passes: over the window for all rows, and over what lies outside for the routed ones alone."""
     TPU.install(monkeypatch)
     spec, _ = CALLS[name]
-    passes = []
+    found = []
 
-    def backward(call, q, k, v, head_bias, where, full_heads, dout, statistics, num_active, added):
+    def backward(launches, q, k, v, head_bias, where, full_heads, dout, statistics, num_active, added):
         """The rows of the batch three times: clean, with poisoned keys and values, and with poisoned cotangents.
 
         What the pass over the window found is not `added`, so that each pass shows what it touches itself.
         """
-        k, v = spoilt(k, 1), spoilt(v, 1)
-        arguments = call, q, k, v, head_bias, where, full_heads, spoilt(dout, 2), statistics, num_active
-        passes.append(tpu_passes.backward(*arguments))
-        return passes[-1]
+        k, v = nonfinite(k, 1), nonfinite(v, 1)
+        arguments = launches, q, k, v, head_bias, where, full_heads, nonfinite(dout, 2), statistics, num_active
+        found.append(passes.backward(*arguments))
+        return found[-1]
 
-    def spoilt(x, copy):  # [3 * BLOCKS, H, T, D]
+    def nonfinite(x, copy):  # [3 * BLOCKS, H, T, D]
         copies = x.swapaxes(1, 2).reshape(3, BLOCKS, T, *x.shape[1::2])
         return copies.at[copy].set(poisoned(copies[copy])).reshape(-1, *copies.shape[2:]).swapaxes(1, 2)
 
@@ -195,7 +193,7 @@ def test_routed_backward(monkeypatch, name, gate):
         weights = jnp.broadcast_to(jnp.asarray(routed_rows, jnp.float32), q.shape[:2])
         out, pullback = jax.vjp(lambda *qkv: routed_attention(*qkv, weights, spec, implementation="tpu")[0], q, k, v)
         pullback(out)
-        return passes
+        return found
 
     inside, everything = (np.asarray(s.mask(T))[0] for s in (spec, AttentionSpec()))
     active = int(routed_rows.sum())
@@ -277,8 +275,8 @@ def test_routing_takes_the_steps_of_window_and_outside(monkeypatch):
         lambda q, k, v: routed_attention(q, k, v, jnp.ones((1, T)), spec, implementation="tpu")[0],
         *(q, k, v),
     )
-    beyond = np.asarray(AttentionSpec().mask(T) & ~spec.mask(T))
-    outside = beyond.reshape(1, BLOCKS, BLOCK, BLOCKS, BLOCK).any(axis=(2, 4))
+    past = np.asarray(AttentionSpec().mask(T) & ~spec.mask(T))
+    outside = past.reshape(1, BLOCKS, BLOCK, BLOCKS, BLOCK).any(axis=(2, 4))
     assert BLOCKS < used <= steps(needed(spec, {}, heads=4)) + 4 * steps(outside)
 
 

@@ -9,15 +9,15 @@ import pytest
 
 from pallas_kernels import AttentionSpec, attention, blocks
 from pallas_kernels.blocks import Tiles, choose_tiles, longest_window
-from pallas_kernels.schedule import flat_visits, fully_visible, unpack, visited
-from pallas_kernels.spec import PerHead, coordinates, dense_mask
-from pallas_kernels.tpu import passes as tpu_passes
-from pallas_kernels.tpu import scheduled_backward as tpu_backward
-from pallas_kernels.tpu import scheduled_forward as tpu_forward
-from pallas_kernels.tpu.tiles import LANES
-from pallas_kernels.tpu.tiles import Call as KernelCall
-from pallas_kernels.tpu.walk import walk_over
-from pallas_kernels.tpu.window import blocks_back, window_kernel_serves, window_steps, window_tiles
+from pallas_kernels.math.schedule import flat_visits, fully_visible, unpack, visited
+from pallas_kernels.math.spec import PerHead, coordinates, dense_mask
+from pallas_kernels.tpu.calls import launches
+from pallas_kernels.tpu.schedule import scheduled_backward as tpu_backward
+from pallas_kernels.tpu.schedule import scheduled_forward as tpu_forward
+from pallas_kernels.tpu.schedule.pair_schedule import order_pairs
+from pallas_kernels.tpu.tile.tiles import LANES
+from pallas_kernels.tpu.tile.tiles import Call as KernelCall
+from pallas_kernels.tpu.window.geometry import blocks_back, window_kernel_serves, window_steps, window_tiles
 
 from .suite import PACKED, Call, Implementation, assert_matches_reference
 
@@ -103,7 +103,7 @@ def test_window_kernel_serves_default_positions_and_moderate_windows(change):
         "sinks in segments": {"q_segment_ids": np.ones((1, 48), int)},
     }
     where = coordinates(48, 40 if change == "lengths" else 48, **options.get(change, {}))
-    call = KernelCall(spec, Tiles(16, 16, strip=8, tile=8), indexed=tpu_passes.is_indexed(where))
+    call = KernelCall(spec, Tiles(16, 16, strip=8, tile=8), indexed=launches.is_indexed(where))
     assert window_kernel_serves(call, where) == (change not in ("positions", "lengths", "long"))
 
 
@@ -115,8 +115,8 @@ def test_the_longest_window_of_the_window_kernel_depends_on_the_chip_and_the_siz
     for head_dim, served in ((128, True), (256, False)):
         q = jnp.zeros((1, 2, 1, head_dim), jnp.bfloat16)
         where = coordinates(2, 2)
-        call = tpu_passes.call_of(q, AttentionSpec(4096), where, PerHead())
-        assert tpu_passes.choose_kernel(call, where).window_kernel == served
+        call = launches.call_of(q, AttentionSpec(4096), where, PerHead())
+        assert launches.choose_kernel(call, where).window_kernel == served
 
 
 @pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x", "cpu"])
@@ -178,7 +178,7 @@ USUAL = {("packed", VMEM[1]), ("full-heads", VMEM[2])}
 def test_scheduled_kernels_whatever_vmem_holds(monkeypatch, vmem, name):
     """Long sequences take a step of the grid for each pair of blocks, and longer ones their keys in chunks."""
     implementation = Implementation("tpu", block=16).install(monkeypatch)
-    monkeypatch.setattr(tpu_passes, "longest_window", lambda *_: 0)  # scheduled kernels only
+    monkeypatch.setattr(launches, "longest_window", lambda *_: 0)  # scheduled kernels only
     block_of_gradients = 2 * 4 * 16 * LANES
     keys, gradients = {
         "holds keys": (1 << 20, 1 << 20),
@@ -196,8 +196,8 @@ def test_scheduled_kernels_whatever_vmem_holds(monkeypatch, vmem, name):
 def test_folded_walk_takes_each_pair_once_and_hardly_an_idle_step(num_blocks, window, outside):
     call = KernelCall(AttentionSpec(window), Tiles(8, 8), indexed=True, outside=outside)
     where = coordinates(8 * num_blocks, 8 * num_blocks)
-    walk = walk_over(call, where, resident=False, flush=True)
-    steps = [walk.visit(indices, ()) for indices in np.ndindex(*walk.grid)]
+    schedule = order_pairs(call, where, resident=False, flush=True)
+    steps = [schedule.visit(indices, ()) for indices in np.ndindex(*schedule.grid)]
     wanted = [(int(visit.row), int(visit.column)) for visit in steps if visit.wanted]
     expected = visited(call.spec, where, 8, 8, outside=outside)
     assert sorted(wanted) == sorted(map(tuple, np.argwhere(expected).tolist()))

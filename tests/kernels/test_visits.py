@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.gpu.loop_bounds import Bounds, loop_bounds, tables
-from pallas_kernels.spec import AttentionSpec, coordinates, dense_mask
+from pallas_kernels.gpu.loop_bounds import LoopBounds, loop_bounds, tables
+from pallas_kernels.math.spec import AttentionSpec, coordinates, dense_mask
 
 FAST = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
 
 def visits(bounds) -> tuple[list[int], list[int]]:
     """The masked and the whole visits of one row of bounds, as a kernel would run through them."""
-    bounds = Bounds.read(lambda i: int(bounds[i]))
+    bounds = LoopBounds.read(lambda i: int(bounds[i]))
     return [int(bounds.block(i)) for i in range(bounds.num_masked)], list(range(*bounds.whole))
 
 
@@ -83,13 +83,13 @@ def test_whole_blocks_are_visible_throughout(call, outside):
     where = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, x.shape[1])), where)
     mask = np.asarray(dense_mask(spec, where))
     if outside:
-        mask = np.asarray(dense_mask(dataclasses.replace(spec, window=None), where)) & ~mask
+        mask = np.asarray(dense_mask(spec.full, where)) & ~mask
     blocks = mask.reshape(rows, mask.shape[1] // 4, 4, mask.shape[2] // 4, 4)
     table, whole = (np.asarray(x) for x in tables(spec, where, 4, 4, outside=outside))
     assert not (blocks.any(axis=(2, 4)) & ~table).any()
     visible = blocks.all(axis=(2, 4))
     assert not (whole & ~visible).any()
-    if where.q_seg is None and where.full_rows is None and not spec.num_sink_tokens:
+    if where.q_segment_ids is None and where.full_rows is None and not spec.num_sink_tokens:
         np.testing.assert_array_equal(whole, visible)
 
 

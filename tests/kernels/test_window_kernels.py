@@ -10,11 +10,12 @@ import pytest
 
 from pallas_kernels import AttentionSpec, attention
 from pallas_kernels.blocks import Tiles
-from pallas_kernels.spec import coordinates, dense_mask
-from pallas_kernels.tpu import passes, sink_gradients
-from pallas_kernels.tpu.packed_sinks import gather_sinks
-from pallas_kernels.tpu.tiles import Call as KernelCall
-from pallas_kernels.tpu.window import Cut, oldest_rows, packed_segments
+from pallas_kernels.math.spec import coordinates, dense_mask
+from pallas_kernels.tpu.calls import launches
+from pallas_kernels.tpu.tile.tiles import Call as KernelCall
+from pallas_kernels.tpu.window import sink_gradients
+from pallas_kernels.tpu.window.geometry import Cut, oldest_rows, packed_segments
+from pallas_kernels.tpu.window.packed_sinks import gather_sinks
 
 from .suite import Call, Implementation, assert_matches_reference
 
@@ -177,7 +178,7 @@ def test_sink_tokens_gather_gradients_from_every_block(kv_heads, window, num_sin
 
 def test_strips_longer_than_a_tile(monkeypatch):
     """So that the diagonal does not begin in a tile's corner."""
-    monkeypatch.setattr(passes, "choose_tiles", lambda *_, **__: Tiles(32, 32, strip=16, tile=8))
+    monkeypatch.setattr(launches, "choose_tiles", lambda *_, **__: Tiles(32, 32, strip=16, tile=8))
     assert_matches_reference(Call(AttentionSpec(11), (), None, 1, 90, 90, 2, 1), Implementation("tpu"))
 
 

@@ -35,7 +35,7 @@ TABLE = [
 def test_seconds_are_the_cycles_of_the_table_by_type_of_layer():
     """The table's own length and window: cycles per 1024 rows and head, times 4 heads and 4 blocks of 1024 rows.
 
-    RoPE adds 300 forward and 640 backward; routed rows come turned, which adds 280.
+    RoPE adds 300 forward and 640 backward; routed rows come rotated, which adds 280.
     """
     found = kernels("v6e", MODEL, PATTERN, np.arange(T), backward_ratio=0.25, rows=TABLE)
     unit = 4 * (T / 1024) / 1.75e9

@@ -102,10 +102,10 @@ def test_the_steps_of_every_configuration_contain_the_kernels_of_the_docs(monkey
     if step == "train":
         model = traced.model.config
         tables = 2 if model.uses_rope and model.head_dim % 128 == 0 else 0
-        # Routed rows come turned to the pass outside.
-        given_turned = {"scheduled_backward"} if {*traced.model.pattern.layer_types} == {SWITCH} else set()
+        # Routed rows come rotated to the pass outside.
+        given_rotated = {"scheduled_backward"} if {*traced.model.pattern.layer_types} == {SWITCH} else set()
         for eqn in calls:
-            assert tables_read(eqn) == (0 if kernel_name(eqn) in given_turned else tables), kernel_name(eqn)
+            assert tables_read(eqn) == (0 if kernel_name(eqn) in given_rotated else tables), kernel_name(eqn)
 
 
 def tables_read(eqn) -> int:

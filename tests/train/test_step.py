@@ -11,7 +11,7 @@ from flax import nnx
 from tiny_models import model_of
 
 import swa_jax.train.step as step_module
-from pallas_kernels.spec import NEVER
+from pallas_kernels.math.spec import NEVER
 from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.model.loss import next_token_targets
 from swa_jax.model.sharding import MeshConfig, Partition, make_mesh

@@ -1,0 +1,1 @@
+"""Which launches a call is on a TPU, and how they are run."""

@@ -1,0 +1,95 @@
+"""Differentiable attention by the TPU kernels, of one set of keys: those a spec sees, or those outside."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.blocks import device_kind
+from pallas_kernels.math.parts import named, natural_lse, vary_alike
+from pallas_kernels.math.ring import Ring, attend_to_all, gradients_of_all, one_part
+from pallas_kernels.math.spec import Coordinates, PerHead
+from pallas_kernels.tpu.calls.launches import Given, Launches, attention_call, attention_launches
+from pallas_kernels.tpu.calls.layout import head_major, pack_statistics, pad_coordinates, stack_head_bias, token_major
+from pallas_kernels.tpu.calls.passes import backward, forward
+from pallas_kernels.tpu.tile.pairs import gather, spread
+from pallas_kernels.tpu.tile.rotation import multiplied
+from pallas_kernels.tpu.tile.tiles import Call
+
+
+def attend_to_keys(
+    call: Call,
+    q: jax.Array,  # [B, T, H, D]
+    k: jax.Array,  # [B, S, K, D]
+    v: jax.Array,  # [B, S, K, D]
+    where: Coordinates,
+    per_head: PerHead,
+    ring: Ring | None = None,
+    pairs: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Out [B, T, H, D] in q's dtype and lse [B, T, H] f32 (None for sigmoid), sink logits left out.
+
+    With `pairs`, q and out are [B, T, H / 2, 128] (see `pairs.py`).
+    """
+    _, length, heads, head_dim = q.shape
+    heads = 2 * heads if pairs else heads
+    here, given = one_part(ring, where), Given(head_dim, k.dtype, device_kind(), per_head.full_heads is not None)
+    call = attention_call(call, here, given)
+    launches = attention_launches(call, here, given)
+    q = head_major(multiplied(call, q), call.tiles.q_block)
+    arguments = (
+        spread(q) if pairs else q,
+        head_major(k, call.tiles.kv_block),
+        head_major(v, call.tiles.kv_block),
+        stack_head_bias(heads, per_head),
+        where,
+        per_head.full_heads,
+    )
+    out, lse = _core(launches, ring, *vary_alike(arguments))
+    out = gather(out) if pairs else out
+    return token_major(out, length), None if lse is None else lse[:, :, 0, :length].transpose(0, 2, 1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _core(launches: Launches, ring: Ring | None, q, k, v, head_bias, where: Coordinates, full_heads):
+    return _core_fwd(launches, ring, q, k, v, head_bias, where, full_heads)[0]
+
+
+def _core_fwd(launches, ring, q, k, v, head_bias, where, full_heads):
+    out, lse = named(*forward_to_all(launches, ring, q, k, v, head_bias, where, full_heads))
+    return (out, natural_lse(lse)), (q, k, v, head_bias, where, full_heads, out, lse)
+
+
+def forward_to_all(
+    launches: Launches, ring: Ring | None, q, k, v, head_bias, where: Coordinates, full_heads
+) -> tuple[jax.Array, ...]:
+    """`passes.forward` over the keys of all devices of a ring; `where` is not padded."""
+
+    def attend(keys, where, results, last):
+        (k, v), here = keys, launches if last else launches.in_parts()
+        where = pad_coordinates(where, launches.call.tiles)
+        return forward(here.forward, q, k, v, head_bias, where, full_heads, initial=results)
+
+    return attend_to_all(ring, (k, v), where, attend)
+
+
+def _core_bwd(launches, ring, saved, cotangents):
+    q, k, v, head_bias, where, full_heads, out, lse = saved
+    dout, dlse = cotangents
+    statistics = None
+    if lse is not None:
+        delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)[:, :, None] - dlse
+        statistics = pack_statistics(lse, delta)
+
+    def of_part(keys, where):
+        (k, v), where = keys, pad_coordinates(where, launches.call.tiles)
+        return backward(launches.backward, q, k, v, head_bias, where, full_heads, dout, statistics)
+
+    dq, dk, dv, *dbias = gradients_of_all(ring, (k, v), where, of_part)
+    dhead_bias = jnp.zeros_like(head_bias)
+    if dbias:
+        dhead_bias = dhead_bias.at[1].set(dbias[0].sum(axis=(0, 2, 3)))
+    return dq.astype(q.dtype), dk, dv, dhead_bias, None, None
+
+
+_core.defvjp(_core_fwd, _core_bwd)

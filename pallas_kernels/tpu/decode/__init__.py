@@ -1,0 +1,1 @@
+"""Decoding on TPUs over caches where they lie."""

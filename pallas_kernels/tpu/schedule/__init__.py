@@ -1,0 +1,1 @@
+"""The scheduled TPU kernels: any pattern, by pairs of blocks."""

@@ -1,0 +1,472 @@
+"""Attention backward on TPUs for any pattern: dq, dk and dv from one sweep over the queries.
+
+The grid visits the forward's pairs of blocks (`pair_schedule`), all those of a query block together. dq of that block,
+and dk and dv of *all* keys, are accumulated in VMEM; a few more steps at the end write the latter out. Keys that VMEM
+does not hold are taken in chunks. So weights are recomputed from lse once, each pair takes five matmuls, and nothing of
+the size [T, S], or a stack of dq, is stored.
+
+With w the weights, dw = dout v^T and delta = rowsum(dout * out) - dlse:
+
+    softmax: ds = w (dw - delta)     sigmoid: ds = w (1 - w) dw
+    dv = w^T dout,  dk = ds^T q,  dq = ds k      (times the softcap's derivative and the scale)
+
+Logits are transposed, [keys, queries]: what belongs to a query is a row, and the weights are the stationary side of
+every product, so that 128 rows of q, dout or k stream past a matrix unit that they fill. Gradients are transposed too.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.math.nonfinite import finite
+from pallas_kernels.math.schedule import Kind, Visit
+from pallas_kernels.math.spec import Coordinates
+from pallas_kernels.tpu.schedule.pair_schedule import (
+    PairSchedule,
+    Seen,
+    default_mask,
+    kind_of_tile,
+    order_pairs,
+    seen_tiles,
+)
+from pallas_kernels.tpu.schedule.row_list import leave_out, sees
+from pallas_kernels.tpu.tile.gradients import pipelined, weights_and_slopes
+from pallas_kernels.tpu.tile.rotation import add_tables, rotate_tile, rotate_tile_back
+from pallas_kernels.tpu.tile.tiles import (
+    LANES,
+    NN,
+    NT,
+    Call,
+    LaunchHeads,
+    Ref,
+    addend_at,
+    batch_index,
+    by_head,
+    cost_of,
+    describe_tokens,
+    dot,
+    form_logits,
+    head_at,
+    launch,
+    shape_like,
+    split,
+    take,
+    tile_mask,
+)
+
+_UNIT = 256  # queries of a unit of work, as wide as the widest matrix unit
+_AHEAD = 2
+_VMEM_BYTES = 36 * 2**20  # of dk and dv, and of keys and values if they fit too
+_STEP_BYTES = 7 * 2**20  # of the blocks of a step, for which that leaves room; wider ones take from it
+
+
+def scheduled_backward(
+    call: Call,
+    q: jax.Array,  # [B, H, T, D], times call.query_factor
+    k: jax.Array,  # [B, K, S, D]
+    v: jax.Array,  # [B, K, S, D]
+    head_bias: jax.Array,  # [2, H] f32: ALiBi slope and bias
+    where: Coordinates,
+    heads: LaunchHeads,
+    dout: jax.Array,  # [B, H, T, D]
+    statistics: jax.Array | None,  # [B, H, 8, T] f32: lse in base 2 and delta (softmax)
+    previous: tuple[jax.Array, ...] = (),
+    num_active: jax.Array | None = None,
+    added: tuple[jax.Array, ...] = (),
+    listed_results: tuple[jax.Array, ...] = (),
+) -> tuple[jax.Array, ...]:
+    """Returns the gradients of q (as given), k and v, and with a bias also its rows' [B, H, 1, T] f32.
+
+    Args:
+      num_active: [] int32: query blocks behind so many have no cotangents; their own gradients are left undefined.
+      added: gradients of k and v, to be added to these.
+      listed_results: gradients by query (q's, and with a bias the rows'), where most blocks of queries see no key.
+        Those are left out, and the results are these arrays, changed in place; VMEM must hold all keys.
+    """
+    run = functools.partial(_sweep, call, q, head_bias, heads, dout, statistics)
+    chunks, keys_too = key_chunks(call, k.shape[2], k.shape[3], k.dtype.itemsize)
+    if len(chunks) == 1:
+        schedule = order_pairs(
+            call, where, resident=keys_too, flush=True, num_active=num_active, listed=bool(listed_results)
+        )
+        return run(k, v, where, schedule, previous, added, listed_results)
+
+    parts = []
+    for keys in chunks:
+        here = where._replace(
+            kv_pos=where.kv_pos[:, keys],
+            kv_order=where.kv_order[:, keys],
+            kv_segment_ids=None if where.kv_segment_ids is None else where.kv_segment_ids[:, keys],
+        )
+        schedule = order_pairs(dataclasses.replace(call, indexed=False, order=None), here, resident=False, flush=True)
+        # Of what is there already, the gradients by query are in the first part of the sum.
+        by_query, by_key = (previous[:1], previous[3:]), (x[:, :, keys] for x in previous[1:3])
+        dq, dbias = by_query if keys.start == 0 else jax.tree.map(jnp.zeros_like, by_query)
+        of_chunk = tuple(x[:, :, keys] for x in added)
+        parts.append(run(k[:, :, keys], v[:, :, keys], here, schedule, (*dq, *by_key, *dbias), of_chunk))
+    dq, dk, dv, *dbias = zip(*parts, strict=True)
+    return _sum(dq), *(jnp.concatenate(x, axis=2) for x in (dk, dv)), *map(_sum, dbias)
+
+
+def key_chunks(call: Call, length: int, head_dim: int, itemsize: int) -> tuple[list[slice], bool]:
+    """The chunks in which the keys are taken, each in a launch of its own, and whether VMEM holds them all."""
+    chunk, resident = keys_at_once(call, length, head_dim, itemsize)
+    return [slice(start, min(start + chunk, length)) for start in range(0, length, chunk)], resident
+
+
+def keys_at_once(call: Call, length: int, head_dim: int, itemsize: int) -> tuple[int, bool]:
+    """The keys whose dk and dv VMEM holds, and whether it holds the keys and values of all `length` too."""
+    block, head_dim = call.tiles.kv_block, max(head_dim, LANES)
+    room = _VMEM_BYTES - max(0, _step_bytes(call, head_dim, itemsize) - _STEP_BYTES)
+    chunk = room // (2 * 4 * head_dim * block) * block
+    return chunk, length <= chunk and length * head_dim * (2 * 4 + 4 * itemsize) <= room
+
+
+def _step_bytes(call: Call, head_dim: int, itemsize: int) -> int:
+    """VMEM of q, dout, dq, dk and dv of a pair of blocks, two buffers each, and of what `_sweep` keeps by query."""
+    by_query = 3 * 2 * itemsize + 4 + 2 * itemsize + (2 * 2 * 4 if call.rotated_by else 0)
+    by_key = (4 if call.outside else 2) * 2 * itemsize  # of keys outside, other gradients may be added
+    return head_dim * (call.tiles.q_block * by_query + call.tiles.kv_block * by_key)
+
+
+def _sum(arrays):
+    return functools.reduce(jnp.add, arrays)
+
+
+def _sweep(
+    call: Call,
+    q,
+    head_bias,
+    heads,
+    dout,
+    statistics,
+    k,
+    v,
+    where: Coordinates,
+    schedule: PairSchedule,
+    previous,
+    added,
+    listed_results=(),
+):
+    head_dim, group = q.shape[3], q.shape[1] // k.shape[1]
+    q_block, kv_block = call.tiles.q_block, call.tiles.kv_block
+
+    def spec(block, index):
+        """A block located by batch, query head, KV head, visit, and the KV block whose gradients are written."""
+
+        def index_map(b, h, g, *rest):
+            indices, scalars, order = split(rest, len(schedule.grid), len(schedule.scalars))
+            h, visit = head_at(h, order), schedule.visit(indices, scalars)
+            written = jnp.where(visit.flush & (g == group - 1), visit.column, 0)
+            return index(b, h * group + g, h, schedule.fetched(visit, b, scalars), written)
+
+        return pl.BlockSpec(block, index_map)
+
+    queries = spec((None, None, q_block, head_dim), lambda b, h, kv, visit, _: (b, h, visit.row, 0))
+    held = k.shape[2] if schedule.resident else kv_block  # keys at hand
+
+    def column(visit):
+        return 0 if schedule.resident else visit.column
+
+    keys = spec((None, None, held, head_dim), lambda b, h, kv, visit, _: (b, kv, column(visit), 0))
+    written = spec((None, None, kv_block, head_dim), lambda b, h, kv, visit, written: (b, kv, written, 0))
+
+    def of_queries(rows):
+        return spec((None, None, rows, q_block), lambda b, h, kv, visit, _: (b, h, 0, visit.row))
+
+    inputs, in_specs = [q, k, v, dout, *added], [queries, keys, keys, queries, *[written] * len(added)]
+    if call.softmax:
+        inputs.append(statistics)
+        in_specs.append(of_queries(8))
+    if call.has_slopes or call.has_bias:
+        inputs.append(by_head(head_bias))
+        in_specs.append(spec((None, 8, LANES), lambda b, h, *_: (h, 0, 0)))
+    _add_tokens(schedule, where, inputs, in_specs, spec, (q_block, held), column)
+    if schedule.packed is not None:
+        inputs.append(schedule.packed.documents.first_keys)
+        in_specs.append(spec((None, 1, q_block), lambda b, h, kv, visit, _: (b, 0, visit.row)))
+    table = (None, q_block, head_dim)
+    add_tables(where, inputs, in_specs, lambda row: spec(table, lambda b, h, kv, visit, _: (row(b), visit.row, 0)))
+    outputs = [shape_like(x.shape, x.dtype, q) for x in (q, k, v)]
+    outputs += [shape_like((*q.shape[:2], 1, q.shape[2]), jnp.float32, q)] * call.has_bias
+    out_specs = [queries, written, written, of_queries(1)][: len(outputs)]
+    in_place = {len(inputs) + i: output for i, output in zip(range(len(listed_results)), (0, 3), strict=False)}
+    inputs += listed_results
+    in_specs += [out_specs[output] for output in in_place.values()]
+    has = where.q_segment_ids is not None and schedule.is_list, where.full_rows is not None
+    return launch(
+        call,
+        functools.partial(_kernel, call, schedule, *has, len(added), len(listed_results), group),
+        "scheduled_backward",
+        grid=(q.shape[0], heads.count, group, *schedule.grid),
+        scalars=schedule.scalars,
+        heads=heads,
+        inputs=inputs,
+        in_specs=in_specs,
+        outputs=outputs,
+        out_specs=out_specs,
+        scratch=_scratch(call, k, q.dtype, listed=schedule.listed is not None),
+        previous=previous,
+        in_place=in_place,
+        cost=cost_of(call, q, k, backward=True),
+    )
+
+
+def _add_tokens(schedule: PairSchedule, where: Coordinates, inputs: list, in_specs: list, spec, blocks, column) -> None:
+    """Adds what a list's masks read: `Tokens` in blocks of queries and keys."""
+    if not schedule.is_list:
+        return
+    tokens = describe_tokens(where)
+    by_query, by_key = (functools.partial(batch_index, info=info) for info in tokens)
+    inputs += tokens
+    in_specs += [
+        spec((None, 8, blocks[0]), lambda b, h, kv, visit, _: (by_query(b), 0, visit.row)),
+        spec((None, 8, blocks[1]), lambda b, h, kv, visit, _: (by_key(b), 0, column(visit))),
+    ]
+
+
+def _scratch(call: Call, k: jax.Array, dtype, *, listed: bool) -> list[Any]:
+    """Scratch memory, in the order of `_BackwardRefs` from `dk_acc` on."""
+    (length, head_dim), tiles = k.shape[2:], call.tiles
+    by_key = pltpu.VMEM((length // tiles.kv_block, head_dim, tiles.kv_block), jnp.float32)
+    by_query = [pltpu.VMEM((head_dim, tiles.q_block), kind) for kind in (jnp.float32, dtype, dtype)]
+    scratch = [by_key, by_key, *by_query]
+    if listed:
+        scratch.append(pltpu.VMEM((tiles.q_block, head_dim), dtype))
+        scratch += [pltpu.VMEM((8, tiles.q_block), jnp.float32)] * call.softmax
+    return scratch
+
+
+class _Unit(NamedTuple):
+    """A tile of keys and some queries of a pair of blocks."""
+
+    keys: slice
+    queries: slice
+    masked: bool
+
+
+def _units(call: Call, seen, crossed: bool) -> list[_Unit]:
+    """The units that a pair of blocks needs, keys outermost; all with a mask where a document's edge crosses it."""
+    q_block, kv_block = call.tiles.q_block, call.tiles.kv_block
+    tile, width = math.gcd(call.tiles.tile, kv_block), math.gcd(_UNIT, q_block)
+    return [
+        _Unit(keys, slice(start, start + width), masked or crossed)
+        for key in range(0, kv_block, tile)
+        for start in range(0, q_block, width)
+        for keys, masked in seen_tiles(call, seen, slice(start, start + width), tile, slice(key, key + tile))
+    ]
+
+
+class _BackwardRefs(NamedTuple):
+    """What a step reads and writes; None where the call has no such thing."""
+
+    q: Ref  # [q_block, D]
+    k: Ref  # [keys at hand, D]
+    v: Ref
+    dout: Ref
+    added: list[Ref]  # gradients of a block of keys and of its values, or none
+    statistics: Ref  # [8, q_block]
+    head_bias: Ref  # [8, LANES]
+    q_info: Ref  # `Tokens` of the blocks
+    kv_info: Ref
+    first_keys: Ref  # [1, q_block]: `RowDocuments.first_keys` (packed)
+    cos: Ref  # [q_block, D], of queries that are to be rotated
+    sin: Ref
+    listed_results: list[Ref]  # dq and dbias of other keys, or none
+    dq: Ref
+    dk: Ref
+    dv: Ref
+    dbias: Ref
+    dk_acc: Ref  # [blocks of keys, D, kv_block] f32
+    dv_acc: Ref
+    dq_acc: Ref  # [D, q_block] f32
+    q_t: Ref  # [D, q_block]
+    dout_t: Ref
+    seeing: list[Ref]  # dout and statistics of queries that see anything (listed)
+
+
+def _name_refs(call: Call, schedule: PairSchedule, num_added: int, num_listed_results: int, refs) -> _BackwardRefs:
+    arrays, added, rest = split(refs, 4, num_added)
+    has_head_bias = call.has_slopes or call.has_bias
+    packed = schedule.packed is not None
+    rotated = call.rotated_by > 0
+    *optional, rest = take(
+        rest, call.softmax, has_head_bias, schedule.is_list, schedule.is_list, packed, rotated, rotated
+    )
+    listed_results, gradients, rest = split(rest, num_listed_results, 3)
+    dbias, (*scratch,) = take(rest, call.has_bias)
+    named: list[Any] = [*arrays, added, *optional, listed_results, *gradients, dbias, *scratch[:5], scratch[5:]]
+    return _BackwardRefs(*named)
+
+
+def _kernel(call, schedule, has_segments, has_full_rows, num_added, num_listed_results, group, order, *unnamed):
+    scalars, rest = split(unnamed, len(schedule.scalars))
+    indices = [pl.program_id(3 + i) for i in range(len(schedule.grid))]
+    visit = schedule.in_row(schedule.visit(indices, scalars), pl.program_id(0), scalars)
+    refs, member = _name_refs(call, schedule, num_added, num_listed_results, rest), pl.program_id(2)
+    slope_and_bias = None
+    if refs.head_bias is not None:
+        slope_and_bias = refs.head_bias[0:1, 0:1], refs.head_bias[1:2, 0:1]
+
+    @pl.when((member == 0) & functools.reduce(jnp.logical_and, [i == 0 for i in indices]))
+    def _():
+        refs.dk_acc[...] = jnp.zeros_like(refs.dk_acc)
+        refs.dv_acc[...] = jnp.zeros_like(refs.dv_acc)
+
+    @pl.when(visit.first)
+    def _():
+        refs.dq_acc[...] = jnp.zeros_like(refs.dq_acc)
+        q = rotate_tile(call, refs.q[...], refs.cos[...], refs.sin[...]) if call.rotated_by else refs.q[...]
+        dout, seeing = refs.dout[...], refs.seeing
+        if seeing:
+            statistics = refs.statistics[...] if call.softmax else None
+            q, dout, statistics = leave_out(refs.q_info[0:1, :], q, dout, statistics)
+            seeing[0][...] = dout
+            if call.softmax:
+                seeing[1][...] = statistics
+        refs.q_t[...], refs.dout_t[...] = q.T, dout.T
+        if call.has_bias:
+            refs.dbias[...] = refs.listed_results[1][...] if refs.listed_results else jnp.zeros_like(refs.dbias)
+
+    if refs.seeing:
+        refs = refs._replace(dout=refs.seeing[0], statistics=refs.seeing[1] if call.softmax else None)
+
+    def attend(seen, column):
+        held = schedule.held_at(column)
+        start = pl.multiple_of(held * call.tiles.kv_block, call.tiles.kv_block) if schedule.resident else 0
+        keys = pl.ds(start, call.tiles.kv_block)
+        here = refs._replace(
+            k=refs.k.at[keys, :], v=refs.v.at[keys, :], dk_acc=refs.dk_acc.at[held], dv_acc=refs.dv_acc.at[held]
+        )
+        run(_Pair(call, here, visit.row, column, seen, slope_and_bias, here.k[...].T, key_info(keys)))
+
+    def attend_small(seen, row, column, crossed):
+        here = _small_refs(schedule, refs, visit, row, column)
+        pair = _Pair(schedule.packed.call, here, row, column, seen, slope_and_bias, here.k[...].T, None, crossed)
+        run(pair)
+
+    def key_info(keys):
+        return refs.kv_info[:, keys].T if schedule.is_list else None
+
+    def run(pair):
+        finish = functools.partial(pair.finish, functools.partial(tile_mask, call, has_segments, has_full_rows))
+        pipelined(_units(pair.call, pair.seen, pair.crossed), pair.products, finish, ahead=_AHEAD)
+
+    schedule.run(visit, scalars, attend, attend_small)
+
+    @pl.when(visit.last)
+    def _():
+        if call.rotated_by:
+            dq = rotate_tile_back(call, refs.dq_acc[...], refs.cos[...], refs.sin[...])
+        else:
+            dq = (refs.dq_acc[...] * call.product_factor).T
+        if refs.listed_results:
+            row = refs.q_info[0:1, :]
+            dq = jnp.where(sees(row, dq.shape), dq, 0) + refs.listed_results[0][...].astype(jnp.float32)
+            if call.has_bias:
+                refs.dbias[...] = jnp.where(row >= 0, refs.dbias[...], refs.listed_results[1][...])
+        refs.dq[...] = dq.astype(refs.dq.dtype)
+
+    @pl.when(visit.flush & (member == group - 1))
+    def _():
+        dk, dv = (refs.dk_acc[visit.column] * call.product_factor).T, refs.dv_acc[visit.column].T
+        if refs.added:
+            dk, dv = (x + ref[...].astype(jnp.float32) for x, ref in zip((dk, dv), refs.added, strict=True))
+        refs.dk[...], refs.dv[...] = dk.astype(refs.dk.dtype), dv.astype(refs.dv.dtype)
+
+
+def _small_refs(schedule: PairSchedule, refs: _BackwardRefs, visit: Visit, row, column) -> _BackwardRefs:
+    """The references of a small block of queries and one of keys."""
+    assert schedule.packed is not None
+    size, per_row = schedule.packed.call.tiles.q_block, schedule.packed.documents.per_row
+
+    def at(index):
+        return pl.ds(pl.multiple_of(index * size, size), size)
+
+    block = lax.div(column, per_row)
+    queries, in_block = at(row - visit.row * per_row), at(column - block * per_row)
+    block, column = schedule.held_at(block), schedule.held_at(block) * per_row + column - block * per_row
+    keys = at(column) if schedule.resident else in_block
+    by_token = {name: getattr(refs, name).at[queries, :] for name in ("q", "dout")}
+    by_lane = ("statistics", "first_keys", "dbias", "dq_acc", "q_t", "dout_t")
+    by_token |= {name: getattr(refs, name).at[:, queries] for name in by_lane if getattr(refs, name) is not None}
+    return refs._replace(
+        k=refs.k.at[keys, :],
+        v=refs.v.at[keys, :],
+        dk_acc=refs.dk_acc.at[block, :, in_block],
+        dv_acc=refs.dv_acc.at[block, :, in_block],
+        **by_token,
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Pair:
+    """A block of queries and one of keys."""
+
+    call: Call
+    refs: _BackwardRefs  # k, v, dk_acc and dv_acc being those of the block of keys
+    row: jax.Array
+    column: Any
+    seen: Seen
+    slope_and_bias: tuple[jax.Array, jax.Array] | None
+    k_t: jax.Array  # [D, kv_block]
+    key_info: jax.Array | None  # [kv_block, 8], of a list
+    crossed: bool = False  # the edge of a document may lie between queries and keys
+
+    def products(self, unit: _Unit) -> tuple[jax.Array, jax.Array]:
+        return (
+            dot(self.refs.k[unit.keys, :], self.refs.q_t[:, unit.queries], NN),  # [keys, queries]
+            dot(self.refs.v[unit.keys, :], self.refs.dout[unit.queries, :], NT),
+        )
+
+    def finish(self, mask_by_token, unit: _Unit, s: jax.Array, dw: jax.Array) -> None:
+        """Adds a unit's share to the gradients, given its products."""
+        call, refs, keys, queries = self.call, self.refs, unit.keys, unit.queries
+        query, key = self.describe(keys, queries)
+        addend = functools.partial(addend_at, call, query, key, self.slope_and_bias)
+        s, derivative = form_logits(call, s, addend)
+        mask = self.mask(mask_by_token, unit, query, key, s.shape) if unit.masked else None
+        lse, delta = (refs.statistics[i : i + 1, queries] if call.softmax else None for i in range(2))
+        w, dlogits, ds = weights_and_slopes(call, s, derivative, dw, lse, delta, mask)
+        clean = finite if unit.masked else lambda x: x
+        if call.has_bias:
+            refs.dbias[:, queries] += dlogits.sum(axis=0, keepdims=True)
+        w, ds = w.astype(refs.q.dtype), ds.astype(refs.q.dtype)
+        refs.dv_acc[:, keys] += dot(clean(refs.dout_t[:, queries]), w, NT)  # [D, keys]
+        refs.dk_acc[:, keys] += dot(clean(refs.q_t[:, queries]), ds, NT)
+        refs.dq_acc[:, queries] += dot(clean(self.k_t[:, keys]), ds, NN)  # [D, queries]
+
+    def mask(self, mask_by_token, unit: _Unit, query, key, shape: tuple[int, ...]) -> jax.Array:
+        if self.seen == "tokens":
+            return mask_by_token(query, key, shape)
+        mask, block = None, self.call.tiles.kv_block
+        if self.crossed:
+            first = self.refs.first_keys[:, unit.queries] - (self.column * block + unit.keys.start)
+            mask = lax.broadcasted_iota(jnp.int32, shape, 0) >= first
+        if isinstance(self.seen, int) and self.is_cut(unit):
+            relative = lax.broadcasted_iota(jnp.int32, shape, 1) - lax.broadcasted_iota(jnp.int32, shape, 0)
+            cut = default_mask(self.call, self.seen, unit.queries, unit.keys, relative)
+            mask = cut if mask is None else mask & cut
+        assert mask is not None  # a pair that is seen throughout has no mask
+        return mask
+
+    def is_cut(self, unit: _Unit) -> bool:
+        """Whether causality or the window hides keys of a unit of a pair that is seen in part."""
+        assert isinstance(self.seen, int)
+        return kind_of_tile(self.call, self.seen, unit.queries, unit.keys) is not Kind.FULL
+
+    def describe(self, keys: slice, queries: slice) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The properties of the queries, as rows, and of the keys, as columns."""
+        if self.key_info is not None:
+            query = [self.refs.q_info[i : i + 1, queries] for i in range(3)]
+            return query, [self.key_info[keys, i : i + 1] for i in range(2)]
+        first = (self.row - self.column) * self.call.tiles.q_block + queries.start - keys.start
+        query = lax.broadcasted_iota(jnp.int32, (1, queries.stop - queries.start), 1) + first
+        return [query], [lax.broadcasted_iota(jnp.int32, (keys.stop - keys.start, 1), 0)]

@@ -1,0 +1,68 @@
+"""Queries that come unrotated: the kernels rotate them as they read them, and their gradients back (`rotary`)."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.math.rotary import Rotation
+from pallas_kernels.math.spec import Coordinates
+from pallas_kernels.tpu.tile.tiles import LANES, Call, batch_index
+
+
+def rotates_queries(head_dim: int) -> bool:
+    """Whether the kernels can turn queries of this size: heads that fill whole registers."""
+    return head_dim % LANES == 0
+
+
+def left_to_kernels(call: Call, where: Coordinates, rotation: Rotation | None) -> tuple[Call, Coordinates]:
+    """A call whose kernels rotate the queries, if they are still to be rotated."""
+    if rotation is None:
+        return call, where
+    call = dataclasses.replace(call, rotated_by=rotation.distance)
+    return call, where._replace(q_cos=rotation.cos, q_sin=rotation.sin)
+
+
+def multiplied(call: Call, q: jax.Array) -> jax.Array:
+    """The queries as the kernels take them: those that are to be rotated are multiplied then."""
+    return q if call.rotated_by else q * jnp.asarray(call.query_factor, q.dtype)
+
+
+def add_tables(where: Coordinates, inputs: list, in_specs: list, located: Callable) -> None:
+    """Adds what a kernel reads to rotate queries, and where it lies; nothing if they come rotated.
+
+    Args:
+      located: from a function, which gives the row of a table for a row of the batch, to the block of a table.
+    """
+    for table in (where.q_cos, where.q_sin):
+        if table is not None:
+            inputs.append(table)
+            in_specs.append(located(functools.partial(batch_index, info=table)))
+
+
+def rotate_tile(call: Call, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Queries [rows, D], rotated and multiplied, in their own dtype; inside a kernel."""
+    return (_rotate(call, x, cos, sin) * call.query_factor).astype(x.dtype)
+
+
+def rotate_tile_back(call: Call, sums: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """The gradient [rows, D] f32 of queries before `rotate`, from the sums of ds k [D, rows] f32; inside a kernel."""
+    return rotate_gradient_back(call, (sums * call.product_factor).T, cos, sin)
+
+
+def rotate_gradient_back(call: Call, gradient: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """The gradient [rows, D] f32 of queries before `rotate`, from that of what it gave; inside a kernel."""
+    return _rotate(call, gradient * call.query_factor, cos, -sin)
+
+
+def _rotate(call: Call, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    x, distance, width = x.astype(jnp.float32), call.rotated_by, x.shape[1]
+    other = pltpu.roll(x, distance, 1)
+    if 2 * distance != width:
+        is_first = lax.broadcasted_iota(jnp.int32, x.shape, 1) // distance % 2 == 0
+        other = jnp.where(is_first, pltpu.roll(x, width - distance, 1), other)
+    return x * cos + other * sin

@@ -1,0 +1,345 @@
+"""What the TPU kernels share: the static side of a call, logits and masks of one tile, and what describes tokens.
+
+Arrays are head-major, q [B, H, T, D] and k, v [B, K, S, D], with lengths that are multiples of the blocks.
+
+Units. A kernel's logits come in base 2 for softmax, so that exp2 needs no multiplication, and halved for sigmoid,
+which is 0.5 + 0.5 tanh(x / 2) because tanh is one instruction. The factor, with the scale, is in q already
+(`query_factor`), for sigmoid all but a rest (`rest_factor`).
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.blocks import Tiles
+from pallas_kernels.math.parts import LOG2E
+from pallas_kernels.math.ring import RowOrder
+from pallas_kernels.math.spec import AttentionSpec, Coordinates, visible
+
+MASKED = -1e30  # finite, so that a difference of two is no NaN
+LANES = 128
+VMEM_LIMIT_BYTES = 48 * 2**20  # of the 64 MiB of a v5p or v7x core; the compiler keeps arrays in the rest
+
+Ref = Any  # Pallas references have no useful static types
+
+NN = ((1,), (0,))  # a @ b
+NT = ((1,), (1,))  # a @ b.T
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static side of one call."""
+
+    spec: AttentionSpec
+    tiles: Tiles
+    window_kernel: bool = False  # default positions, causal, and a window that fits: the whole window in one grid step
+    max_window: int = 2048  # that a window kernel takes: `longest_window`
+    indexed: bool = False  # query and key i are token i of each row of the batch, segments or not
+    order: RowOrder | None = None  # of a row that devices share: the queries are one device's, the keys all
+    outside: bool = False  # attend to what `spec` does *not* see of the keys that full attention would
+    has_slopes: bool = False
+    has_bias: bool = False
+    zero_cut: int = 0  # the `window.Cut` that a zero in scalar memory stands for: what a simulator reads
+    rotated_by: int = (
+        0  # `Rotation.distance` of queries that the kernels are to rotate (`rotation`); 0: of rotated ones
+    )
+    in_parts: bool = False  # more is to be added to the result, which therefore is not rounded to q's dtype
+    interpret: bool | pltpu.InterpretParams = False
+
+    @property
+    def softmax(self) -> bool:
+        return self.spec.activation == "softmax"
+
+    def result_dtype(self, q: jax.Array) -> jnp.dtype:
+        return jnp.dtype(jnp.float32) if self.in_parts else q.dtype
+
+    @property
+    def unit(self) -> float:
+        return LOG2E if self.softmax else 0.5
+
+    @property
+    def query_factor(self) -> float:
+        """What q is multiplied by before it enters a kernel.
+
+        Sigmoid has no normaliser that would take up what a rounded q adds to every logit of a row: only a power of two,
+        which rounds nothing, goes into q.
+        """
+        return self._factor if self.softmax else 2.0 ** math.floor(math.log2(self._factor))
+
+    @property
+    def rest_factor(self) -> float:
+        """What the products of that q and k are multiplied by, in [1, 2)."""
+        return self._factor / self.query_factor
+
+    @property
+    def _factor(self) -> float:
+        """The factor on q.k on the way to the logits, or to the softcap's tanh."""
+        assert self.spec.scale is not None  # `make_call` says it
+        softcap = self.spec.logit_softcap
+        return self.spec.scale * self.unit if softcap is None else self.spec.scale / softcap
+
+    @property
+    def product_factor(self) -> float:
+        """The derivative of a logit by its product of (multiplied) q and k, the softcap's own derivative aside."""
+        softcap = self.spec.logit_softcap
+        return self.rest_factor * (1 / self.unit if softcap is None else softcap)
+
+
+def window_of(call: Call) -> int:
+    """The window of a call that is known to have one."""
+    assert call.spec.window is not None
+    return call.spec.window
+
+
+class LaunchHeads(NamedTuple):
+    """The heads that one launch serves: all, or the first `count` of `order` (a traced count bounds the grid)."""
+
+    count: jax.Array | int  # type: ignore[assignment]  # of tuples, a method that nothing here calls
+    order: jax.Array | None = None  # [K] int32
+
+    def queries(self, group: int) -> "LaunchHeads":
+        """The query heads that read these KV heads."""
+        if self.order is None:
+            return LaunchHeads(self.count * group)
+        order = self.order[:, None] * group + jnp.arange(group, dtype=jnp.int32)
+        return LaunchHeads(self.count * group, order.reshape(-1))
+
+    def prefetched(self) -> tuple[jax.Array, ...]:
+        return () if self.order is None else (self.order,)
+
+
+def head_at(index, order) -> jax.Array:
+    """The head of a grid index, `order` being `LaunchHeads.prefetched` as the kernel or an index map got it."""
+    return order[0][index] if order else index
+
+
+class Tokens(NamedTuple):
+    """`Coordinates` as the kernels read them: one row of numbers for each property, tokens along the lanes."""
+
+    queries: jax.Array  # [B or 1, 8, T] int32: position, segment, full row
+    keys: jax.Array  # [B or 1, 8, S] int32: position, segment
+
+
+def describe_tokens(where: Coordinates) -> Tokens:
+    def rows(*properties):
+        first = properties[0]
+        given = [jnp.zeros_like(first) if x is None else x.astype(jnp.int32) for x in properties]
+        given = list(jnp.broadcast_arrays(*given))
+        return jnp.stack(given + [jnp.zeros_like(given[0])] * (8 - len(given)), axis=1)
+
+    q_pos, kv_pos = jnp.asarray(where.q_pos), jnp.asarray(where.kv_pos)
+    return Tokens(rows(q_pos, where.q_segment_ids, where.full_rows), rows(kv_pos, where.kv_segment_ids))
+
+
+def by_head(head_bias: jax.Array) -> jax.Array:
+    """[2, H] -> [H, 8, LANES], a tile a head: vector memory, as simulators of some chips know no scalar memory."""
+    return jnp.broadcast_to(jnp.pad(head_bias.T, [(0, 0), (0, 6)])[:, :, None], (head_bias.shape[1], 8, LANES))
+
+
+def batch_index(b, info: jax.Array):
+    """The row of `Tokens` for a row of the batch."""
+    return b if info.shape[0] > 1 else 0
+
+
+def tile_mask(call: Call, has_segments: bool, has_full_rows: bool, query, key, shape: tuple[int, ...]) -> jax.Array:
+    """`visible` on one tile.
+
+    Args:
+      query, key: the properties of `Tokens` along axis 0 and 1 of the tile (or 1 and 0), each broadcastable to `shape`.
+    """
+
+    def spread(x, wanted=True):  # Comparisons of whole tiles, as a boolean vector does not broadcast.
+        return jnp.broadcast_to(x, shape) if wanted else None
+
+    spec = call.spec
+    if call.outside and spec.window is not None and spec.causal and not (spec.num_sink_tokens or has_full_rows):
+        # One comparison: padding keys come behind every query, and padding queries before every key.
+        key_pos = jnp.where(key[0] < 0, jnp.iinfo(jnp.int32).max, key[0])
+        seen = spread(key_pos) <= spread(query[0] - spec.window)
+        return seen & (spread(query[1]) == spread(key[1])) if has_segments else seen
+    q_pos, q_segment_ids, full = spread(query[0]), spread(query[1], has_segments), spread(query[2], has_full_rows)
+    kv_pos, kv_segment_ids = spread(key[0]), spread(key[1], has_segments)
+    full = None if full is None else full != 0
+    seen = visible(call.spec, q_pos, kv_pos, q_segment_ids, kv_segment_ids, full)
+    if call.outside:
+        seen = visible(call.spec.full, q_pos, kv_pos, q_segment_ids, kv_segment_ids) & ~seen
+    return seen
+
+
+def form_logits(call: Call, products: jax.Array, addend) -> tuple[jax.Array, jax.Array | None]:
+    """Logits in the kernel's unit from q.k, and the softcap's derivative (None without softcap).
+
+    Args:
+      addend: function giving what ALiBi and the bias add, in the same unit; called if the call has either.
+    """
+    derivative = None
+    if call.rest_factor != 1:
+        products = products * call.rest_factor
+    if call.spec.logit_softcap is not None:
+        tanh = jnp.tanh(products)
+        products, derivative = (call.spec.logit_softcap * call.unit) * tanh, 1 - tanh * tanh
+    if call.has_slopes or call.has_bias:
+        # Subtracted, as the compiler folds what is added to a product into the matmul, which then waits for it: the
+        # backward pass took twice as long.
+        products = products - (-addend())
+    return products, derivative
+
+
+def addend_at(call: Call, query, key, by_head):
+    """ALiBi and bias of a tile.
+
+    Args:
+      query, key: the properties of `Tokens` along the axes of the tile; read only if the call has slopes.
+      by_head: slope and bias.
+    """
+    slope, bias = by_head
+    if not call.has_slopes:
+        return bias * call.unit
+    ramp = (slope * call.unit) * (query[0] - key[0]).astype(jnp.float32)
+    return ramp + bias * call.unit if call.has_bias else ramp
+
+
+def sigmoid_weights(logits: jax.Array) -> jax.Array:
+    """sigmoid(2 * logits): exactly zero where masked."""
+    return 0.5 + 0.5 * jnp.tanh(logits)
+
+
+def dot(a: jax.Array, b: jax.Array, contract: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return lax.dot_general(a, b, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32)
+
+
+def to_row(column: jax.Array) -> jax.Array:
+    """[n, 1], or [n, m] with m equal columns, -> [1, n]. A transpose of whole lanes is far cheaper than a reshape."""
+    if column.shape[1] != LANES:
+        column = jnp.broadcast_to(column[:, :1], (column.shape[0], LANES))
+    return column.T[:1]
+
+
+def sigmoid_values(weights, value):
+    """weights @ value. Without a normaliser the rounding of many weights near 1 adds up: what it cut off is added."""
+    high = weights.astype(value.dtype)
+    acc = dot(high, value, NN)
+    if value.dtype == jnp.float32:
+        return acc
+    return acc + dot((weights - high.astype(jnp.float32)).astype(value.dtype), value, NN)
+
+
+def over_lanes(operator, tiles):
+    """Combines tiles column group by column group, leaving [rows, LANES] for one pass over the lanes at the end."""
+    width = min(LANES, *(tile.shape[1] for tile in tiles))
+    groups = [tile[:, start : start + width] for tile in tiles for start in range(0, tile.shape[1], width)]
+    return functools.reduce(operator, groups)
+
+
+def sees_nothing(top: jax.Array) -> jax.Array:
+    """Whether a row's greatest logit is still MASKED; not if it is NaN, which is not to be hidden."""
+    return top <= 0.5 * MASKED
+
+
+def write_softmax(out_ref, lse_ref, rows, acc, top, total, may_be_empty=True):
+    """Normalises a strip, its lse in base 2."""
+    out = acc * (1 / total)
+    lse = top + jnp.log2(total)
+    if may_be_empty:
+        sees_none = sees_nothing(top)
+        out, lse = jnp.where(sees_none, 0, out), jnp.where(sees_none, -jnp.inf, lse)
+    out_ref[rows, :] = out.astype(out_ref.dtype)
+    lse_ref[:, rows] = to_row(lse)
+
+
+def take(items, *wanted: bool) -> Any:
+    """The next item for each of `wanted` that is true and None for each of the others, then the rest."""
+    items = list(items)
+    return *(items.pop(0) if want else None for want in wanted), items
+
+
+def split(items, *counts: int) -> Any:
+    """Consecutive parts of a sequence, of the given lengths, and the rest."""
+    parts, start = [], 0
+    for count in counts:
+        parts.append(items[start : start + count])
+        start += count
+    return *parts, items[start:]
+
+
+def launch(
+    call: Call,
+    kernel,
+    name: str,
+    *,
+    grid,
+    scalars,
+    heads: LaunchHeads,
+    inputs,
+    in_specs,
+    outputs,
+    out_specs,
+    scratch=(),
+    previous=(),
+    in_place: dict[int, int] | None = None,
+    cost: pl.CostEstimate | None = None,
+) -> tuple[jax.Array, ...]:
+    """`pallas_call` as all kernels here want it.
+
+    Args:
+      kernel: takes the head order, then refs of scalars, inputs, outputs and scratch.
+      scalars: arrays for scalar memory, which index maps get too, with the head order behind them.
+      previous: results of another launch to write into, this one's heads only; each as the output it becomes.
+      in_place: outputs by the inputs that they are written into, block by block, each read before it is written.
+      cost: `cost_of` the launch.
+    """
+    prefetched = (*scalars, *heads.prefetched())
+    given = len(prefetched) + len(inputs)
+
+    def body(*refs):
+        order = refs[len(scalars) : len(prefetched)]
+        kernel(order, *refs[: len(scalars)], *refs[len(prefetched) : given], *refs[given + len(previous) :])
+
+    semantics: list[Any] = ["parallel", "parallel"] + ["arbitrary"] * (len(grid) - 2)
+    return pl.pallas_call(
+        body,
+        out_shape=outputs,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(prefetched),
+            grid=grid,
+            in_specs=[*in_specs, *[pl.BlockSpec(memory_space=pl.ANY)] * len(previous)],
+            out_specs=out_specs,
+            scratch_shapes=scratch,
+        ),
+        input_output_aliases={
+            **{given + i: i for i in range(len(previous))},
+            **{len(prefetched) + i: output for i, output in (in_place or {}).items()},
+        },
+        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=VMEM_LIMIT_BYTES),
+        interpret=call.interpret,
+        name=name,
+        cost_estimate=cost,
+    )(*prefetched, *inputs, *previous)
+
+
+def cost_of(call: Call, q: jax.Array, k: jax.Array, *, backward: bool = False) -> pl.CostEstimate:
+    """What a pass of all heads takes: the compiler sends more beside a kernel of which it knows that it takes time.
+
+    Args:
+      q: [B, H, T, D].
+      k: [B, K, S, D].
+    """
+    batch, heads, length, head_dim = q.shape
+    kv_length, window = k.shape[2], call.spec.window
+    keys = kv_length // 2 if window is None or call.outside else min(window, kv_length)
+    pairs, products = batch * heads * length * keys, 5 if backward else 2
+    arrays = products * q.size * q.dtype.itemsize + (4 if backward else 2) * k.size * k.dtype.itemsize
+    return pl.CostEstimate(flops=2 * products * pairs * head_dim, transcendentals=pairs, bytes_accessed=arrays)
+
+
+def shape_like(shape: tuple[int, ...], dtype, like: jax.Array) -> jax.ShapeDtypeStruct:
+    """An output's shape; inside shard_map it varies over the mesh as `like` does."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(like).manual_axis_type)

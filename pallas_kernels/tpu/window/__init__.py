@@ -1,0 +1,1 @@
+"""The window TPU kernels: the whole window of a block of queries in one step."""
