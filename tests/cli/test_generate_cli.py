@@ -62,7 +62,7 @@ def test_prompts_and_replies_in_files(checkpoint, tmp_path, monkeypatch):
     assert not out.exists()
     monkeypatch.setattr(Engine, "stream", stream)
     other = fails(*command, "--seed", 6, "--out", out)
-    assert "holds replies to other prompts" in other
+    assert "holds replies of other content (other model, prompts or settings)" in other
     assert run(*command, "--out", out).endswith(f"{out}: 6 replies\n")
     assert [(line["prompt"], line["sample"]) for line in lines(out)] == [(p, s) for p in range(3) for s in range(2)]
     assert [line["text"] for line in lines(out)] == printed
