@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import numpy as np
 
 from swa_jax.errors import ConfigError
+from swa_jax.files import tell_found
 from swa_jax.select.separation import By, doubt, weakness
 from swa_jax.select.task import Chosen, Ranking, Task, num_full
 from swa_jax.settings import nearest
@@ -54,8 +55,7 @@ def _scorer(task: Task, score_fa_decode: bool | None, toggles_at_once: int) -> L
         file=task.file,
         weights=task.weights,
     )
-    if scorer.num_known:
-        task.report(f"{task.file} has the scores of {scorer.num_known} examples: going on from there")
+    tell_found(task.file, scorer.num_known, len(task.examples), "examples", task.report)
     _check_told(task, "loss", scorer.full_attention_decode)
     return scorer
 
@@ -111,7 +111,7 @@ def _masks(task: Task, by: By) -> MaskEvaluator:
 
     evaluate = MaskEvaluator(task.model, task.examples, **task.scoring, by=by, file=task.file, weights=task.weights)
     if evaluate.num_evaluations:
-        task.report(f"{task.file} has the scores of {evaluate.num_evaluations} masks: going on from there")
+        task.report(f"{task.file}: found {evaluate.num_evaluations} masks here, going on")
     _check_told(task, by, task.full_attention_decode)
     return evaluate
 
