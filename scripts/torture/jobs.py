@@ -61,7 +61,7 @@ COMMANDS = {  # MODEL stands for the bundled model's checkpoint; beside each: th
         ("cells.jsonl",),
     ),
     "compare card": (
-        "scripts.compare card MODEL --out OUT --hops 1 2 --rivals 2 --lengths 128 --window 16 --examples 8",
+        "scripts.compare card MODEL --out OUT --hops 1 --rivals 2 --length 128 --window 16 --examples 8",
         ("cells.jsonl", "table.md"),
     ),
 }
@@ -111,7 +111,7 @@ def numbers_in(out: Path, files: tuple[str, ...]) -> dict[str, Any]:
 
 def timeless(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: timeless(one) for key, one in value.items() if "second" not in key}
+        return {key: timeless(one) for key, one in value.items() if "second" not in key and key != "sum"}
     return [timeless(one) for one in value] if isinstance(value, list) else value
 
 
