@@ -8,7 +8,6 @@ import random
 import shlex
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -67,14 +66,14 @@ COMMANDS = {  # MODEL stands for the bundled model's checkpoint; beside each: th
 }
 
 
-def interrupt_jobs(given: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def interrupt_jobs(given: argparse.Namespace) -> tuple[dict[str, int], list[str]]:
     """What happened, and what should not have."""
     rng, bad = random.Random(given.seed), []
     counts: collections.Counter[str] = collections.Counter()
     with tempfile.TemporaryDirectory(dir=given.folder) as name:
         folder = Path(name)
         make = {"training": training, "import": importing, "commands": commands}[given.kind]
-        jobs, more = make(folder, given)
+        jobs = make(folder, given)
         shares = [given.count // len(jobs) + (i < given.count % len(jobs)) for i in range(len(jobs))]
         for place, (times, (job, what)) in enumerate(zip(shares, jobs.items(), strict=True)):
             try:
@@ -82,15 +81,15 @@ def interrupt_jobs(given: argparse.Namespace) -> tuple[dict[str, Any], list[str]
             except AssertionError as error:
                 bad.append(str(error))
             print(f"{job}: {times} interruptions, {bad or 'nothing lost'}", flush=True)
-    return more | dict(sorted(counts.items())), bad
+    return dict(sorted(counts.items())), bad
 
 
 # ---- commands ----
 
 
-def commands(folder: Path, given: argparse.Namespace) -> tuple[dict[str, Job], dict[str, Any]]:
+def commands(folder: Path, given: argparse.Namespace) -> dict[str, Job]:
     model = import_model(ROOT / "swa_jax" / "chains", folder / "model")
-    return {name: command(name, model) for name in given.only or COMMANDS}, {}
+    return {name: command(name, model) for name in given.only or COMMANDS}
 
 
 def command(name: str, model: Path) -> Job:
@@ -118,13 +117,13 @@ def timeless(value: Any) -> Any:
 # ---- training ----
 
 
-def training(folder: Path, given: argparse.Namespace) -> tuple[dict[str, Job], dict[str, Any]]:
+def training(folder: Path, given: argparse.Namespace) -> dict[str, Job]:
     """A tiny model that is saved in the background every few steps; `OUT` is its folder."""
     config = folder / "run.yaml"
     config.write_text(yaml.safe_dump(tiny_run(folder, steps=given.steps)))
     words = (*CLI, "train", config, "output=OUT")
     kinds = (*[signal.SIGKILL] * 5, signal.SIGTERM)
-    return {"training": Job(words, losses, step_or_save, newest_checkpoint, kinds)}, {}
+    return {"training": Job(words, losses, step_or_save, newest_checkpoint, kinds)}
 
 
 def metrics(out: Path) -> list[dict]:
@@ -181,13 +180,12 @@ def newest_checkpoint(out: Path, ended: Ended, last: int | None) -> int:
 # ---- imports ----
 
 
-def importing(folder: Path, given: argparse.Namespace) -> tuple[dict[str, Job], dict[str, Any]]:
-    """A random model in shards; also how long an import takes as a multiple of `cp -r` of the same files."""
+def importing(folder: Path, given: argparse.Namespace) -> dict[str, Job]:
+    """A random model in shards."""
     source = random_model(folder / "source", 1e6 * given.megabytes)
-    figures = times_beside_cp(source, folder)
     words = (*CLI, "import", source, "OUT")
     kinds = (SIGNALS[2], *SIGNALS)
-    return {"import": Job(words, whole_folder, check=whole_or_not_there, signals=kinds)}, figures
+    return {"import": Job(words, whole_folder, check=whole_or_not_there, signals=kinds)}
 
 
 def random_model(folder: Path, size: float, shards: int = 4) -> Path:
@@ -224,26 +222,3 @@ def whole_folder(out: Path) -> dict[str, Any]:
 def whole_or_not_there(out: Path, ended: Ended, last: Any) -> None:
     if out.exists():
         assert not whole_folder(out)["differing"], "the destination is there before it is whole"
-
-
-def times_beside_cp(source: Path, folder: Path, rounds: int = 5) -> dict[str, float]:
-    """Median seconds of `cp -r`, of `cp -r` until the copy is on the disk, and of an import in this process."""
-    seconds: dict[str, list[float]] = {"cp": [], "cp and sync": [], "import": []}
-    for number in range(rounds + 1):
-        for name in seconds:
-            copy, began = folder / "copy", time.monotonic()
-            if name == "import":
-                import_model(source, copy)
-            else:
-                subprocess.run(["cp", "-r", source, copy], check=True)
-            if name == "cp and sync":
-                subprocess.run(["sync", *copy.iterdir()], check=True)
-            if number:  # the first round fills the system's cache of files
-                seconds[name].append(time.monotonic() - began)
-            subprocess.run(["sync", *copy.rglob("*")], check=True)  # the next one is not to wait for this one's
-            shutil.rmtree(copy)
-    found = {f"seconds of {name}": round(statistics.median(values), 2) for name, values in seconds.items()}
-    for name in ("cp", "cp and sync"):
-        ratios = [a / b for a, b in zip(seconds["import"], seconds[name], strict=True)]
-        found[f"import / {name}"] = round(statistics.median(ratios), 2)
-    return found
