@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from scripts.compare.runner import Cell, Comparison, Done, key_of
+from scripts.compare.runner import Cell, Comparison, Done, key_of, told
 from swa_jax import load_model
 from swa_jax.checkpoint.folder import weights_sum
 from swa_jax.checkpoint.named import model_folder
 from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.errors import ConfigError
-from swa_jax.estimates import accuracy_interval
+from swa_jax.estimates import Estimate, accuracy_interval
 from swa_jax.evaluate.chains import ChainCell, chain_examples
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import score_answers
@@ -109,19 +109,16 @@ def report(where: str, done: Done, layers: int, kv_heads: int) -> str:
     """Two lists: what a window costs, and what removal costs."""
 
     def needed(parts: Sequence[str]) -> str:
-        rows = [(part, done.get(key_of(part))) for part in ("full", *parts)]
-        if any(row is None for _, row in rows):
-            raise ConfigError("scores are left to measure: run again without --limit and --only")
-        (_, full), *others = rows
-        costly = [(part, row) for part, row in others if row["score"] <= full["score"] - COSTLY]
-        told = ", ".join(
-            "{} ({:.0f} [{:.0f}, {:.0f}])".format(
-                part.removeprefix("no "), *(100 * one for one in (row["score"], *row["interval"]))
-            )
-            for part, row in costly
-        )
-        return f"{len(costly)} of {len(parts)}" + (f": {told}" if costly else "")
+        costly = [part for part in parts if done[key_of(part)]["score"] <= least]
+        left = {part: done[key_of(part)] for part in costly}
+        each = [
+            f"{part.removeprefix('no ')} ({told(Estimate(r['score'], *r['interval']))})" for part, r in left.items()
+        ]
+        return f"{len(costly)} of {len(parts)}" + (f": {', '.join(each)}" if each else "")
 
+    if len(done) < 1 + 2 * layers * (1 + kv_heads):
+        raise ConfigError("scores are left to measure: run again without --limit and --only")
+    least = done[key_of("full")]["score"] - COSTLY
     parts = []
     for what, mark in (("a window", ""), ("removal", "no ")):
         by_head = [f"{mark}head {i}.{h}" for i in range(layers) for h in range(kv_heads)]

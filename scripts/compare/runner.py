@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from swa_jax.errors import ConfigError
+from swa_jax.estimates import Estimate
 from swa_jax.files import Store, write_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,6 +107,12 @@ def put_into(document: Path, mark: str, name: str, text: str, pictures: Sequence
         shutil.copy(file, document.parent / "images" / f"compare-{name}-{file.name}")
         shown.append(f"![{caption}](images/compare-{name}-{file.name})\n")
     write_text(document, f"{before}{begin}\n{text.rstrip()}\n\n{'\n'.join([*shown, ''])}{end}{after}")
+
+
+def told(estimate: Estimate, form: str = ".0f", sign: str = "", scale: float = 100) -> str:
+    """A mean, in percent unless `scale` says otherwise, and its interval where it has one: `12 [3, 20]`."""
+    mean, *ends = (scale * one for one in (estimate.mean, *(estimate.interval or [])))
+    return f"{mean:{sign}{form}}" + (f" [{', '.join(f'{end:{form}}' for end in ends)}]" if ends else "")
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
