@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.compare.runner import ROOT, Cell, Comparison, Done, key_of, markdown
+from scripts.random_model import write_random_model
 
 SIZES: dict[str, Any] = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 32000}
 SIZES |= {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
@@ -44,24 +45,6 @@ def comparison(options: argparse.Namespace) -> Comparison:
     return Comparison("generation", cells, lambda done: (table(done), []))
 
 
-def write_model(folder: Path, mode: str, window: int) -> None:
-    import numpy as np
-    from safetensors.numpy import save_file
-
-    from swa_jax.checkpoint.tensor_names import expected_tensors
-    from swa_jax.families import model_config
-
-    config = SIZES | {"layer_types": MODES[mode], "sliding_window": window, "dtype": "float32"}
-    rng = np.random.default_rng(0)
-    tensors = {
-        name: (np.ones(shape) if len(shape) == 1 else rng.normal(0, 0.05, shape)).astype(np.float32)
-        for name, shape in expected_tensors(model_config(config)).items()
-    }
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 def measure(mode: str, options: argparse.Namespace) -> dict[str, Any]:
     """Median seconds of prefill and of a token of decode, by who computes them."""
     cores = {int(core) for core in options.cores.split(",")}
@@ -69,10 +52,11 @@ def measure(mode: str, options: argparse.Namespace) -> dict[str, Any]:
     pythons = {"ours": sys.executable, "chunks": sys.executable, "transformers": options.transformers}
     results: dict[str, list] = {who: [] for who in pythons}
     with tempfile.TemporaryDirectory() as scratch:
-        write_model(Path(scratch) / "model", mode, options.window)
+        config = SIZES | {"layer_types": MODES[mode], "sliding_window": options.window, "dtype": "float32"}
+        model = write_random_model(Path(scratch) / "model", config)
         for _ in range(options.rounds):
             for who, python in pythons.items():
-                told = json.dumps(job | {"who": who, "folder": f"{scratch}/model", "threads": len(cores)})
+                told = json.dumps(job | {"who": who, "folder": str(model), "threads": len(cores)})
                 done = subprocess.run(
                     [python, "-m", "scripts.compare.generation_worker", told],
                     stdout=subprocess.PIPE,

@@ -15,20 +15,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
-import numpy as np
 import yaml
-from safetensors.numpy import save_file
 
+from scripts.random_model import write_random_model
 from scripts.torture.damage import layout, tiny_run
 from scripts.torture.interrupt import ROOT, SIGNALS, Ended, Job, interrupt, some_time
 from swa_jax.checkpoint.hf_import import import_model
-from swa_jax.checkpoint.tensor_names import expected_tensors
-from swa_jax.families import model_config
 from swa_jax.train.preemption import EXIT_STATUS
 from swa_jax.train.run_checkpoints import RunCheckpoints
 
 CLI = (sys.executable, "-m", "swa_jax.cli")
+SIZES = {"model_type": "qwen3", "vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 3072}
+SIZES |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True}
+SIZES |= {"dtype": "bfloat16"}
 PROMPTS = ("--chains", "hops=1-2,rivals=2,gap=16", "--length", 128, "--window", 16, "--dtype", "float32")
 COMMANDS = {  # MODEL stands for the bundled model's checkpoint; beside each: the files of its results
     "evaluate chains": (
@@ -181,30 +180,13 @@ def newest_checkpoint(out: Path, ended: Ended, last: int | None) -> int:
 
 
 def importing(folder: Path, given: argparse.Namespace) -> dict[str, Job]:
-    """A random model in shards."""
-    source = random_model(folder / "source", 1e6 * given.megabytes)
+    """A random Qwen3 in shards, of about as many megabytes as are asked for."""
+    layer = 2 * (3 * 1024 * 3072 + 4 * 1024 * 2048 * 3 // 4)  # bytes
+    layers = max(1, round((1e6 * given.megabytes - 2 * 32000 * 1024) / layer))
+    source = write_random_model(folder / "source", SIZES | {"num_hidden_layers": layers}, shards=4)
     words = (*CLI, "import", source, "OUT")
     kinds = (SIGNALS[2], *SIGNALS)
     return {"import": Job(words, whole_folder, check=whole_or_not_there, signals=kinds)}
-
-
-def random_model(folder: Path, size: float, shards: int = 4) -> Path:
-    """A Qwen3 of about so many bytes in bf16, drawn at random."""
-    layer = 2 * (3 * 1024 * 3072 + 4 * 1024 * 2048 * 3 // 4)
-    config: dict[str, Any] = {"model_type": "qwen3", "vocab_size": 32000, "hidden_size": 1024, "dtype": "bfloat16"}
-    config |= {"num_hidden_layers": max(1, round((size - 2 * 32000 * 1024) / layer)), "intermediate_size": 3072}
-    config |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True}
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    shapes, rng, places = expected_tensors(model_config(config)), np.random.default_rng(0), {}
-    for number in range(shards):
-        file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
-        names = list(shapes)[number::shards]
-        tensors = {n: rng.standard_normal(shapes[n], np.float32).astype(ml_dtypes.bfloat16) for n in names}
-        save_file(tensors, folder / file, {"format": "pt"})
-        places |= dict.fromkeys(names, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    return folder
 
 
 def whole_folder(out: Path) -> dict[str, Any]:
