@@ -72,7 +72,8 @@ def full_share(
 ) -> np.ndarray:
     """The share of the KV heads that attends in full, of each layer at tokens [N, T]: [N, L, T]."""
     count, length = tokens.shape
-    batch_size, gates = min(batch_size, count), []
+    batch_size = min(batch_size, count)
+    gates = []
     for first in range(0, count, batch_size):
         batch = np.resize(tokens[first : first + batch_size], (batch_size, length))
         gates.append(_gates(*nnx.split(model), jnp.asarray(batch), None, None)[: count - first])
