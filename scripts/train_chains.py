@@ -29,8 +29,7 @@ from swa_jax.data.chains import chain_tokenizer
 from swa_jax.data.lessons import write_tokenizer
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
 from swa_jax.errors import ConfigError, UserError
-from swa_jax.evaluate.chains import ChainCell, chain_examples
-from swa_jax.evaluate.nll import score_answers
+from swa_jax.evaluate.chains import ChainCell, chain_examples, chain_scores
 from swa_jax.files import write_bytes
 from swa_jax.model.attention import cast_parameters
 from swa_jax.model.decoder import Decoder
@@ -136,14 +135,12 @@ class Run:
         kinds = kinds or [source for source in stage.data if source.kind == "chains"]
         hardest = max(kinds, key=lambda source: source.weight)
         count = max(16, CHECK_TOKENS // stage.sequence_length // hardest.hops)
-        accuracy = {}
-        for hops in range(1, hardest.hops + 1):
-            cell = ChainCell(hops, hardest.num_chains - 1, stage.sequence_length)
-            gap = min(self.gap, stage.sequence_length // 2)
-            seed = CHECK_SEED + self.config.seed
-            examples = chain_examples(self.tokenizer, cell, num_examples=count, gap=gap, seed=seed)
-            right = score_answers(self.model, examples, batch_size=2048 // stage.sequence_length).right
-            accuracy[hops] = round(float(right.mean()), 3)
+        drawn = {"num_examples": count, "gap": min(self.gap, stage.sequence_length // 2)}
+        drawn["seed"] = CHECK_SEED + self.config.seed
+        cells = [ChainCell(hops + 1, hardest.num_chains - 1, stage.sequence_length) for hops in range(hardest.hops)]
+        asked = {cell: chain_examples(self.tokenizer, cell, **drawn) for cell in cells}
+        scores = chain_scores(self.model, asked, batch_size=2048 // stage.sequence_length)
+        accuracy = {one.cell.hops: round(one.score, 3) for one in scores}
         place = dataclasses.asdict(self.place) | {"seconds": round(self.place.seconds)}
         self._log(place | {"loss": round(self.loss, 3), "accuracy": accuracy, "n": count})
         return min(accuracy.values()) >= PASSED

@@ -8,10 +8,9 @@
 | swiattn, swiattn-chains | SwiAttn's continued pretraining and its baselines, on needles and on models of chains |
 | swiattn-ablations | its Table 4, on models of chains |
 | swaa | SWAA's Table 1: LoRA on a model's own replies beside LoRA on plain text |
-| card | what a model of chains can do, and which layers and heads it needs for that |
+| card | which layers and heads a model of chains needs |
 | windows | does a large window delay long look-ups when a hybrid is trained? |
 | plants | which planted heads each selection method finds |
-| searches | does a search that a gradient leads find what scoring every layer finds? |
 | contrasts | is one method of `swa-jax compare` above another, and could its prompts tell? |
 | peers | our TPU kernels beside other libraries', counted from what libtpu compiles |
 | generation | prefill and decode beside transformers on this machine's CPU |
@@ -34,7 +33,7 @@ from scripts.compare.runner import run
 from swa_jax.errors import UserError
 
 MODULES = dict.fromkeys(("swat", "swat-longer", "swiattn", "swiattn-chains", "swiattn-ablations"), "training")
-OTHERS = ("swaa", "card", "windows", "plants", "searches", "contrasts", "peers", "generation")
+OTHERS = ("swaa", "card", "windows", "plants", "contrasts", "peers", "generation")
 MODULES |= {name: name for name in OTHERS}
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from scripts.compare.runner import ROOT, Comparison, markdown
+from scripts.compare.runner import ROOT, Comparison, markdown, told
 from swa_jax.errors import ConfigError
 from swa_jax.estimates import Estimate, accuracy_interval, detectable, paired_accuracy, paired_score
 from swa_jax.files import read_json
@@ -107,22 +107,14 @@ def contrast(better: Mapping[int, np.ndarray], worse: Mapping[int, np.ndarray]) 
 
 def verdict(whole: Estimate, seeds: Sequence[Estimate], both: Sequence[Estimate], of: str = "seed") -> str:
     """As docs/data/methods.md defines it."""
-    assert whole.low is not None
-    assert whole.high is not None
+    low, high = whole.interval or (0, 0)
     if all(one.low is not None and one.low > 0 for one in seeds):
         return "reproduced"
-    if whole.low > 0:
+    if low > 0:
         return f"in {sum(one.mean > 0 for one in seeds)} of {len(seeds)} {of}s"
-    if whole.high < 0:
+    if high < 0:
         return "the other way"
     return "both at the ceiling" if min(one.mean for one in both) > CEILING else "a tie"
-
-
-def _points(estimate: Estimate, sign: str = "") -> str:
-    low, high = estimate.low, estimate.high
-    assert low is not None
-    assert high is not None
-    return f"{100 * estimate.mean:{sign}.0f} [{100 * low:.0f}, {100 * high:.0f}]"
 
 
 def tables(scores: Scores, plain: Mapping[str, Sequence[float]], of: str = "seed") -> str:
@@ -131,7 +123,7 @@ def tables(scores: Scores, plain: Mapping[str, Sequence[float]], of: str = "seed
     methods = list(dict.fromkeys(name for name, _ in scores))
     some = next(iter(scores.values()))
     n, seeds = len(next(iter(some.values()))), max(len(one) for one in scores.values())
-    told = "; ".join(f"`{name}`: {', '.join(f'{100 * one:.0f}' for one in row)}" for name, row in plain.items())
+    plainly = "; ".join(f"`{name}`: {', '.join(f'{100 * one:.0f}' for one in row)}" for name, row in plain.items())
     said = f"Answers right, %: the mean over {seeds} {of}s with its 95 % interval over {n} prompts, then each {of}."
     first = []
     for method in methods:
@@ -139,7 +131,7 @@ def tables(scores: Scores, plain: Mapping[str, Sequence[float]], of: str = "seed
         for ratio in ratios:
             by_seed = scores.get((method, ratio))
             each = ", ".join(f"{100 * exact.mean():.0f}" for _, exact in sorted((by_seed or {}).items()))
-            cells.append(f"{_points(mean_of(by_seed))}: {each}" if by_seed else "")
+            cells.append(f"{told(mean_of(by_seed))}: {each}" if by_seed else "")
         first.append([method, *cells])
     rows = []
     for claim in CLAIMS:
@@ -150,11 +142,11 @@ def tables(scores: Scores, plain: Mapping[str, Sequence[float]], of: str = "seed
             whole, by = contrast(pair[0], pair[1])
             found = verdict(whole, by, [mean_of(pair[0]), mean_of(pair[1])], of)
             each = ", ".join(f"{100 * one.mean:+.0f}" for one in by)
-            cells = [claim.source, f"{claim.better} above {claim.worse}", f"{100 * ratio:g} %", _points(whole, "+")]
+            cells = [claim.source, f"{claim.better} above {claim.worse}", f"{100 * ratio:g} %", told(whole, sign="+")]
             rows.append([*cells, each, f"{100 * detectable(whole):.0f}", found])
     scored = markdown(["windowed KV heads", *(f"{100 * ratio:g} %" for ratio in ratios)], first)
     head = ["claimed by", "claim", "windowed", "difference, points", f"by {of}", "would have been seen from", "verdict"]
-    return f"{said} {told}.\n\n{scored}\n\n{markdown(head, rows)}"
+    return f"{said} {plainly}.\n\n{scored}\n\n{markdown(head, rows)}"
 
 
 def against_full(file: Path, margin: float) -> str:
@@ -177,15 +169,12 @@ def against_full(file: Path, margin: float) -> str:
     rows = []
     for (method, ratio), by_seed in scores.items():
         whole, _ = contrast(by_seed, full)
-        assert whole.low is not None
-        assert whole.high is not None
+        low, high = whole.interval or (0, 0)
+        found = "inferior" if 100 * high < -margin else "not inferior" if 100 * low > -margin else "cannot be told"
         share = bytes_of[method, ratio] / bytes_of["full", None]
-        told = "not inferior" if 100 * whole.low > -margin else "cannot be told"
-        told = "inferior" if 100 * whole.high < -margin else told
-        difference = f"{100 * whole.mean:+.1f} [{100 * whole.low:.1f}, {100 * whole.high:.1f}]"
-        cells = (method, f"{100 * ratio:g} %", f"{100 * share:.1f}", difference, f"{100 * detectable(whole):.1f}", told)
-        rows.append(cells)
-    return f"{of_choosing}; full attention answers {_points(mean_of(full))} %.\n\n{markdown(head, rows)}"
+        cells = [method, f"{100 * ratio:g} %", f"{100 * share:.1f}", told(whole, ".1f", "+")]
+        rows.append([*cells, f"{100 * detectable(whole):.1f}", found])
+    return f"{of_choosing}; full attention answers {told(mean_of(full))} %.\n\n{markdown(head, rows)}"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

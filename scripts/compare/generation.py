@@ -2,9 +2,9 @@
 
     python -m scripts.compare generation --transformers /tmp/oracle/bin/python --cores 0,1
 
-A random Qwen3 with windows in every second layer is written as a Hugging Face folder, imported, and run by both in
-processes of their own: prompts of `--prompt` tokens, then `--new` greedy tokens, in float32. Each takes its turn
-`--rounds` times after one that compiles; the table has the medians and how many times faster swa-jax is.
+A random Qwen3 is written as a Hugging Face folder and run by both in processes of their own: prompts of `--prompt`
+tokens, then `--new` greedy tokens, in float32. Each takes its turn `--rounds` times, and compiles before it is timed;
+the table has the medians and how many times faster swa-jax is.
 `python -m scripts.goldens --help` says how to make the environment that --transformers names.
 """
 
@@ -18,8 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from scripts.compare.generation_worker import RESULT
 from scripts.compare.runner import ROOT, Cell, Comparison, Done, key_of, markdown
+from scripts.random_model import write_random_model
 
 SIZES: dict[str, Any] = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 32000}
 SIZES |= {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
@@ -45,69 +45,32 @@ def comparison(options: argparse.Namespace) -> Comparison:
     return Comparison("generation", cells, lambda done: (table(done), []))
 
 
-def write_model(folder: Path, mode: str, window: int) -> None:
-    import numpy as np
-    from safetensors.numpy import save_file
-
-    from swa_jax.checkpoint.tensor_names import expected_tensors
-    from swa_jax.families import model_config
-
-    config = SIZES | {"layer_types": MODES[mode], "sliding_window": window, "dtype": "float32"}
-    rng = np.random.default_rng(0)
-    tensors = {
-        name: (np.ones(shape) if len(shape) == 1 else rng.normal(0, 0.05, shape)).astype(np.float32)
-        for name, shape in expected_tensors(model_config(config)).items()
-    }
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 def measure(mode: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Median seconds of prefill and of a token of decode, by worker."""
+    """Median seconds of prefill and of a token of decode, by who computes them."""
     cores = {int(core) for core in options.cores.split(",")}
-    prompt = [7 + i * i % 31000 for i in range(options.prompt)]
+    job = {"prompt": [7 + i * i % 31000 for i in range(options.prompt)], "new": options.new, "chunk": options.chunk}
+    pythons = {"ours": sys.executable, "chunks": sys.executable, "transformers": options.transformers}
+    results: dict[str, list] = {who: [] for who in pythons}
     with tempfile.TemporaryDirectory() as scratch:
-        write_model(Path(scratch) / "model", mode, options.window)
-        workers = {}
-        for who, python in (
-            ("ours", sys.executable),
-            ("chunks", sys.executable),
-            ("transformers", options.transformers),
-        ):
-            target = Path(scratch) / who
-            target.symlink_to(Path(scratch) / "model")
-            job = {"who": who, "folder": str(target), "prompt": prompt, "new": options.new, "chunk": options.chunk}
-            command = [python, "-m", "scripts.compare.generation_worker", json.dumps(job | {"threads": len(cores)})]
-            workers[who] = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                cwd=ROOT,
-                env=os.environ | ({"PYTHONPATH": ""} if who == "transformers" else {}),
-                preexec_fn=lambda: os.sched_setaffinity(0, cores),
-            )
-        results: dict[str, list] = {who: [] for who in workers}
-        for _ in range(1 + options.rounds):  # the first compiles
-            for who, worker in workers.items():
-                results[who].append(ask(worker))
-        for worker in workers.values():
-            worker.stdin.close()
-            worker.wait()
-    assert results["ours"][0][2] == results["transformers"][0][2], "the replies differ"
-    assert results["chunks"][0][2] == results["ours"][0][2][:1], "the first tokens differ"
-    return {who: [statistics.median(one[i] for one in found[1:]) for i in (0, 1)] for who, found in results.items()}
-
-
-def ask(worker: subprocess.Popen) -> list:
-    worker.stdin.write("go\n")
-    worker.stdin.flush()
-    for line in worker.stdout:
-        if line.startswith(RESULT):
-            return json.loads(line.removeprefix(RESULT))
-    raise SystemExit("a worker has ended: run python -m scripts.compare.generation_worker to see why")
+        config = SIZES | {"layer_types": MODES[mode], "sliding_window": options.window, "dtype": "float32"}
+        model = write_random_model(Path(scratch) / "model", config)
+        for _ in range(options.rounds):
+            for who, python in pythons.items():
+                told = json.dumps(job | {"who": who, "folder": str(model), "threads": len(cores)})
+                done = subprocess.run(
+                    [python, "-m", "scripts.compare.generation_worker", told],
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    check=True,
+                    cwd=ROOT,
+                    env=os.environ | ({"PYTHONPATH": ""} if who == "transformers" else {}),
+                    preexec_fn=lambda: os.sched_setaffinity(0, cores),
+                )
+                results[who].append(json.loads(done.stdout.splitlines()[-1]))
+    replies = {who: found[0][2] for who, found in results.items()}
+    assert replies["ours"] == replies["transformers"], "the replies differ"
+    assert replies["chunks"] == replies["ours"][:1], "the first tokens differ"
+    return {who: [statistics.median(one[i] for one in found) for i in (0, 1)] for who, found in results.items()}
 
 
 def table(done: Done) -> str:

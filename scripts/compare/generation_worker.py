@@ -1,12 +1,12 @@
-"""What `generation.py` starts: a model that generates once for each line that comes in, by swa-jax or transformers."""
+"""What `generation.py` starts: a model that generates twice, by swa-jax or transformers; the second time counts."""
 
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-RESULT = "RESULT "
 Once = Callable[[], tuple[float, float, list[int]]]  # seconds of prefill, and of a token of decode; the reply
 
 
@@ -19,7 +19,8 @@ def by_jax(folder: Path, prompt: list[int], new: int, chunk: int | None) -> Once
     from swa_jax.model.engine import Engine
     from swa_jax.model.generate import decode, prefill, prepare
 
-    model = load_model(import_model(folder, folder.with_name(folder.name + "-imported")))
+    with tempfile.TemporaryDirectory() as scratch:
+        model = load_model(import_model(folder, Path(scratch) / "model"))
 
     def in_chunks() -> tuple[float, float, list[int]]:
         engine = Engine(model, slots=1, max_length=len(prompt) + new, chunk=chunk, steps=new)
@@ -67,8 +68,8 @@ def main(job: dict) -> None:
         once = by_transformers(folder, prompt, new, job["threads"])
     else:
         once = by_jax(folder, prompt, new, job["chunk"] if job["who"] == "chunks" else None)
-    for _ in sys.stdin:
-        print(RESULT + json.dumps(once()), flush=True)
+    once()
+    print(json.dumps(once()))
 
 
 if __name__ == "__main__":

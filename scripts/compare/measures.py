@@ -1,12 +1,8 @@
 """What is measured of a model that was trained: losses by length, answers to needles and chains, and routing."""
 
 from collections.abc import Sequence
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from swa_jax.adapt.tasks import HOPS, RIVALS
 from swa_jax.data.batches import open_source
@@ -17,8 +13,8 @@ from swa_jax.evaluate import needle_accuracy, needle_examples, perplexity
 from swa_jax.evaluate.chains import ChainCell, chain_examples
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import score_answers
+from swa_jax.evaluate.routing import full_share
 from swa_jax.model.decoder import Decoder
-from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.train.loop import TrainConfig
 
@@ -78,7 +74,7 @@ def needles(model: Decoder, tokenizer: Tokenizer, config: TrainConfig, tiny: boo
     found = needle_accuracy(model, tokenizer, examples, max_new_tokens=20, batch_size=8)
     answer_loss = score_answers(model, examples, batch_size=8).nll
     asked = [answer_queries([example]) for example in examples]
-    answer_ratio = np.array([full_ratio(take_full(model, tokens), answers).mean() for tokens, answers in asked])
+    answer_ratio = np.array([full_ratio(full_share(model, tokens), answers).mean() for tokens, answers in asked])
     at = np.arange(len(examples)) % len(depths)
     far = np.isin(at, [i for i, depth in enumerate(depths) if depth in FAR])
     return text_and_ratios(model, tokenizer, config, tiny) | {
@@ -108,7 +104,7 @@ def chains(model: Decoder, tokenizer: Tokenizer, config: TrainConfig, tiny: bool
     fillers = ChainWords.of(tokenizer).fillers
     for place, examples in (("far", far), ("near", near)):
         tokens, answers = answer_queries(examples)
-        takes = take_full(model, tokens)
+        takes = full_share(model, tokens)
         numbers, hops_done = statement_ends(examples, tokens.shape)
         counted = {f"{place} hops": hops_done, f"{place} answers": answers}
         if place == "far":
@@ -126,32 +122,15 @@ def text_and_ratios(model: Decoder, tokenizer: Tokenizer, config: TrainConfig, t
     length = config.stages[0].sequence_length
     texts = [tokenizer.encode(f.read_text(errors="replace")) for f in library_files(held_out=True)]
     pieces = [t[: 8 * length + 1] for t in texts if len(t) > 8 * length][: 1 if tiny else None]
-    ratio = full_ratio(take_full(model, np.array([piece[:length] for piece in pieces])))
+    ratio = full_ratio(full_share(model, np.array([piece[:length] for piece in pieces])))
     by_layer = {f"full ratio of layer {layer}": float(one) for layer, one in enumerate(ratio)}
     return {"text loss": held_out_loss(model, pieces, length), "full ratio": float(ratio.mean()), **by_layer}
 
 
-def take_full(model: Decoder, tokens: np.ndarray, batch_size: int = 16) -> np.ndarray:
-    """1 where a token of tokens [B, T] takes full attention, else 0: [L, B, T]."""
-    pattern = model.pattern
-    if SWITCH not in pattern.layer_types:
-        full = np.isin(np.arange(pattern.num_layers), pattern.full_layers).astype(np.float64)
-        return np.broadcast_to(full[:, None, None], (len(full), *tokens.shape))
-    parts = [tokens[start : start + batch_size] for start in range(0, len(tokens), batch_size)]
-    gates = [np.asarray(_gates(*nnx.split(model), jnp.asarray(part)), np.float64) for part in parts]
-    return np.concatenate(gates, axis=1)
-
-
-@jax.jit(static_argnums=0)
-def _gates(graph: Any, state: Any, tokens: jax.Array) -> jax.Array:
-    model: Decoder = nnx.merge(graph, state)
-    return model.features(tokens)[1].gate
-
-
 def full_ratio(takes: np.ndarray, counted: np.ndarray | None = None) -> np.ndarray:
-    """Share of the counted tokens [B, T] that take full attention, by layer [L], given takes [L, B, T]."""
-    weight = np.ones(takes.shape[1:]) if counted is None else counted
-    return (takes * weight).sum((1, 2)) / weight.sum()
+    """Share of the counted tokens [B, T] that take full attention, by layer [L], given takes [B, L, T]."""
+    weight = np.ones((len(takes), takes.shape[2])) if counted is None else counted
+    return (takes * weight[:, None]).sum((0, 2)) / weight.sum()
 
 
 def answer_queries(examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray]:

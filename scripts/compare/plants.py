@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from scripts.compare.runner import ROOT, Cell, Comparison, Done, markdown
+from scripts.compare.runner import ROOT, Cell, Comparison, Done, markdown, told
 from swa_jax.estimates import bootstrap
 from swa_jax.select.heads import head_mask
 from swa_jax.select.methods import METHODS, choose
@@ -68,9 +68,6 @@ def report(done: Done) -> str:
 
 def share(hits: list[float]) -> str:
     """Its mean and interval; a bootstrap of equal numbers has no width."""
-    if not hits:
-        return ""
-    estimate = bootstrap(hits)
-    if estimate.interval is None or len(set(hits)) == 1:
-        return f"{100 * estimate.mean:.0f}"
-    return "{:.0f} [{:.0f}, {:.0f}]".format(*np.multiply([estimate.mean, *estimate.interval], 100))
+    if len(set(hits)) > 1:
+        return told(bootstrap(hits))
+    return f"{100 * hits[0]:.0f}" if hits else ""

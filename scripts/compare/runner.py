@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from swa_jax.errors import ConfigError
-from swa_jax.files import write_text
+from swa_jax.estimates import Estimate
+from swa_jax.files import Store, write_text
 
 ROOT = Path(__file__).resolve().parents[2]
+KIND = "cells of a comparison"
 
 
 class Cell(NamedTuple):
@@ -49,23 +51,24 @@ def key_of(*key: Any) -> str:
 def run(comparison: Comparison, options: argparse.Namespace) -> str:
     """Measure what is missing, unless only a report is wanted; the table, which is written as well."""
     options.out.mkdir(parents=True, exist_ok=True)
-    done, cells = read_done(options.out), [] if options.report_only else wanted(comparison.cells, options.only)
-    settings = [json.loads(json.dumps(cell.settings())) for cell in cells]
-    for cell, now in zip(cells, settings, strict=True):
-        kept = done.get(key_of(*cell.key))
-        if kept and kept["settings"] != now:
+    store = Store(options.out / "cells.jsonl", KIND)
+    cells = [] if options.report_only else wanted(comparison.cells, options.only)
+    new = []
+    for cell in cells:
+        settings, kept = json.loads(json.dumps(cell.settings())), store.records.get(key_of(*cell.key))
+        if kept is None:
+            new.append((cell, settings))
+        elif kept["settings"] != settings:
             raise ConfigError(
                 f"{options.out} has results of {cell.key} with other settings: name a new folder by --out"
             )
-    new = [one for one in zip(cells, settings, strict=True) if key_of(*one[0].key) not in done][: options.limit]
-    for number, (cell, now) in enumerate(new):
-        print(f"{time.strftime('%H:%M:%S')} {number + 1} of {len(new)}: {cell.key}", file=sys.stderr, flush=True)
+    for number, (cell, settings) in enumerate(new[: options.limit], 1):
+        print(f"{time.strftime('%H:%M:%S')} {number} of {len(new)}: {cell.key}", file=sys.stderr, flush=True)
         begun = time.monotonic()
-        line = {"cell": cell.key, "settings": now, **cell.measure()}
-        line["seconds"] = round(time.monotonic() - begun, 1)
-        with (options.out / "cells.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        done[key_of(*cell.key)] = line
+        measured = cell.measure()
+        seconds = round(time.monotonic() - begun, 1)
+        store.add(key_of(*cell.key), cell=cell.key, settings=settings, **measured, seconds=seconds)
+    done = store.records
     text, pictures = comparison.report(done)
     write_text(options.out / "table.md", text + "\n")
     if options.docs:
@@ -83,13 +86,8 @@ def wanted(cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
 
 
 def read_done(out: Path) -> Done:
-    """The cells that are kept; a last line that was cut off is none."""
-    file = out / "cells.jsonl"
-    if not file.exists():
-        return {}
-    lines = file.read_text().rpartition("\n")[0].splitlines()
-    write_text(file, "".join(line + "\n" for line in lines))
-    return {key_of(*line["cell"]): line for line in map(json.loads, lines)}
+    """The cells that are kept; a line that was cut off is none."""
+    return Store(out / "cells.jsonl", KIND).records
 
 
 def put_into(document: Path, mark: str, name: str, text: str, pictures: Sequence[tuple[Path, str]] = ()) -> None:
@@ -109,6 +107,12 @@ def put_into(document: Path, mark: str, name: str, text: str, pictures: Sequence
         shutil.copy(file, document.parent / "images" / f"compare-{name}-{file.name}")
         shown.append(f"![{caption}](images/compare-{name}-{file.name})\n")
     write_text(document, f"{before}{begin}\n{text.rstrip()}\n\n{'\n'.join([*shown, ''])}{end}{after}")
+
+
+def told(estimate: Estimate, form: str = ".0f", sign: str = "", scale: float = 100) -> str:
+    """A mean, in percent unless `scale` says otherwise, and its interval where it has one: `12 [3, 20]`."""
+    mean, *ends = (scale * one for one in (estimate.mean, *(estimate.interval or [])))
+    return f"{mean:{sign}{form}}" + (f" [{', '.join(f'{end:{form}}' for end in ends)}]" if ends else "")
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
-from scripts.compare.runner import Cell, Comparison, Done, key_of, markdown, read_done
+from scripts.compare.runner import Cell, Comparison, Done, key_of, markdown, read_done, told
 from swa_jax.adapt.tasks import HOPS, RIVALS, Task, measure
 from swa_jax.checkpoint.folder import load_model, weights_sum
 from swa_jax.checkpoint.named import model_folder
@@ -226,12 +226,8 @@ def difference(done: Done, row: Row, column: Column, seeds: Sequence[int]) -> st
     pairs = [pair for replies, text in both for pair in zip(replies, text, strict=False)]
     if not pairs:
         return ""
-    replies, text = np.array(pairs).T
-    right, digits = column.figure == "right", column.digits
-    estimate = paired_score(replies, text).map(lambda x: 100 * x) if right else paired_bootstrap(replies, text)
-    low, high = estimate.low, estimate.high
-    ends = "" if low is None or high is None else f" [{low:.{digits}f}, {high:.{digits}f}]"
-    return f"{estimate.mean:+.{digits}f}{ends}"
+    paired, scale = (paired_score, 100) if column.figure == "right" else (paired_bootstrap, 1)
+    return told(paired(*np.array(pairs).T), f".{column.digits}f", "+", scale)
 
 
 def table(done: Done, seeds: Sequence[int]) -> str:

@@ -4,17 +4,13 @@ import argparse
 import dataclasses
 import fnmatch
 import functools
-import sys
-import tempfile
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from scripts.faults.trials import CAUGHT, ROOT, SHARE, Copy, Fault, try_all
+from scripts.faults.trials import CAUGHT, ROOT, SHARE, Fault, try_all
 from swa_jax.errors import ConfigError
-from swa_jax.files import read_json, sum_of_file, sum_of_json, write_json
-from swa_jax.report.tables import Column, Table, table_console
+from swa_jax.files import Store, sum_of_file, sum_of_json
 
 SECONDS = 900  # for the tests of one fault
 
@@ -60,52 +56,28 @@ def sum_of_source(file: Path) -> str:
 
 def chosen(faults: Sequence[Fault], only: Sequence[str]) -> list[Fault]:
     """Those whose name or file matches one of the patterns; all without patterns."""
-
-    def matches(fault: Fault) -> bool:
-        return any(fnmatch.fnmatch(text, pattern) for text in (fault.name, fault.file) for pattern in only)
-
-    found = [fault for fault in faults if not only or matches(fault)]
+    patterns = only or ["*"]
+    found = [f for f in faults if any(fnmatch.fnmatch(text, p) for text in (f.name, f.file) for p in patterns)]
     if not found:
         raise ConfigError(f"no fault's name or file matches {', '.join(only)}: see --list")
     return found
 
 
-def results_table(rows: Sequence[dict[str, Any]]) -> Table:
-    columns = [Column(name, text=True) for name in ("Fault", "Kind", "File", "Result", "By")]
-    caught = sum(row["result"] == CAUGHT for row in rows)
-    table = Table(f"{caught} of {len(rows)} faults are caught", [*columns, Column("Time", "s")])
-    for row in rows:
-        cells = (row[name] for name in ("name", "kind", "file", "result", "by"))
-        table.add_row(*cells, f"{row['seconds']:.0f}")
-    return table
-
-
 def main(given: argparse.Namespace) -> int:
     faults = read_faults()
     if wrong := problems(faults):
-        print(*wrong, sep="\n", file=sys.stderr)
-        return 2
-    wanted = chosen(faults, given.only)
+        raise ConfigError("\n".join(wrong))
+    keys = {key_of(fault): fault for fault in chosen(faults, given.only)}  # now, as the copy is made now
     if given.list:
-        for fault in wanted:
+        for fault in keys.values():
             print(f"{fault.name} ({fault.kind}) in {fault.file}: {', '.join((*fault.tests, *fault.room))}")
         return 0
-    out = given.out or ROOT / "runs" / "faults.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    keys = {fault.name: key_of(fault) for fault in faults}  # now, as the copy is made now
-    before = read_json(out)["faults"] if out.exists() else []
-    results = {row["name"]: row for row in before if keys.get(row["name"]) == row["key"]}
-    to_try = [fault for fault in wanted if fault.name not in results]
-    print(f"{len(wanted) - len(to_try)} of {len(wanted)} results are known; {len(to_try)} faults to try", flush=True)
-
-    def keep(fault: Fault, result: dict[str, Any]) -> None:
-        names = {"name": fault.name, "kind": fault.kind, "file": fault.file}
-        results[fault.name] = names | result | {"key": keys[fault.name]}
-        write_json(out, {"faults": list(results.values())})
-
-    if to_try:
-        with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-            try_all(to_try, Copy(Path(folder).resolve(), given.timeout or SECONDS).try_one, keep)
-    rows = [results[fault.name] for fault in wanted]
-    table_console().print(results_table(rows))
-    return 0 if sum(row["result"] == CAUGHT for row in rows) >= SHARE * len(rows) else 1
+    store = Store(given.out or ROOT / "runs" / "faults.jsonl", "results of faults")
+    to_try = {fault: key for key, fault in keys.items() if key not in store.records}
+    print(f"{len(keys) - len(to_try)} of {len(keys)} results are known; {len(to_try)} faults to try", flush=True)
+    for fault, result in try_all(list(to_try), given.timeout or SECONDS):
+        store.add(to_try[fault], name=fault.name, **result)
+    rows = [store.records[key] for key in keys]
+    missed = [row["name"] for row in rows if row["result"] != CAUGHT]
+    print(*missed, f"{len(rows) - len(missed)} of {len(rows)} faults are caught", sep="\n")
+    return 0 if len(rows) - len(missed) >= SHARE * len(rows) else 1

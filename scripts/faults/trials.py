@@ -6,8 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ class Fault:
 class Copy:
     """A copy of the tracked files in a temporary folder, in which faults are planted and tests run."""
 
-    def __init__(self, folder: Path, timeout: float, marks: str = MARKS):
+    def __init__(self, folder: Path, timeout: float, marks: str):
         self.folder, self.timeout, self.marks = folder, timeout, marks
         self.sound: set[str] = set()  # tests that pass where nothing is planted
         self.broken: list[str] = []  # tests that fail even there
@@ -125,6 +126,9 @@ class Copy:
                         failed = self.failing(tests, without=self.broken)
                 except subprocess.TimeoutExpired:
                     return (CAUGHT if fault.may_hang else TIMEOUT), ", ".join(tests)
+                except ConfigError:
+                    self.failing(tests)  # raises, if pytest cannot run them without the fault either
+                    return CAUGHT, "pytest does not start"
                 if not failed:
                     break
                 if failed in self.sound or not self.failing([failed]):
@@ -135,13 +139,15 @@ class Copy:
         return MISSED, ""
 
 
-def try_all[F: Fault](
-    faults: Sequence[F], attempt: Callable[[F], tuple[str, str]], keep: Callable[[F, dict[str, Any]], None]
-) -> None:
-    """Try one fault after another; each result is kept as it comes."""
-    for fault in faults:
-        began = time.monotonic()
-        result, by = attempt(fault)
-        seconds = round(time.monotonic() - began, 1)
-        keep(fault, {"result": result, "by": by, "seconds": seconds})
-        print(f"{result}: {fault.name} ({seconds:.0f} s)  {by}", flush=True)
+def try_all[F: Fault](faults: Sequence[F], timeout: float, marks: str = MARKS) -> Iterator[tuple[F, dict[str, Any]]]:
+    """Each fault, once it has been tried, and what came of it."""
+    if not faults:
+        return
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        copy = Copy(Path(folder).resolve(), timeout, marks)
+        for fault in faults:
+            began = time.monotonic()
+            result, by = copy.try_one(fault)
+            seconds = round(time.monotonic() - began, 1)
+            print(f"{result}: {fault.name} ({seconds:.0f} s)  {by}", flush=True)
+            yield fault, {"result": result, "by": by, "seconds": seconds}

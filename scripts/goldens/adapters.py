@@ -8,9 +8,8 @@ import shutil
 import numpy as np
 import peft
 import torch
-import transformers
 
-from scripts.goldens.cases import GOLDEN, ROOT, some
+from scripts.goldens.cases import GOLDEN, ROOT, eager, some
 
 OUT = ROOT / "tests" / "checkpoint" / "peft_adapters"
 JOINED = {"target_modules": ["qkv_proj", "gate_up_proj"], "r": 3, "lora_alpha": 9}
@@ -29,9 +28,7 @@ def write_adapters(given) -> None:
     torch.manual_seed(0)  # PEFT draws too
     generator = torch.Generator().manual_seed(0)
     for name, (base, settings) in CASES.items():  # all are drawn, so that one alone is drawn as it is among all
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            GOLDEN / base, dtype=torch.float32, attn_implementation="eager"
-        )
+        model = eager(GOLDEN / base)
         model.name_or_path = f"tests/golden/{base}"
         tuned = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings)).eval()
         with torch.no_grad():

@@ -61,5 +61,20 @@ def merged(file: Path, only: Sequence[str], key: str) -> dict[str, Any]:
     return json.loads(file.read_text())[key] if only and file.exists() else {}
 
 
+def eager(folder: Path, **more: Any) -> Any:
+    """The model of a folder in transformers: float32, and attention written out. `more` is for `from_pretrained`."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    given = {"dtype": torch.float32, "attn_implementation": "eager"} | more
+    return AutoModelForCausalLM.from_pretrained(folder, **given)
+
+
+def write_cases(file: Path, cases: Iterable[Any], **head: Any) -> None:
+    """A line for each case, below what is said of all."""
+    lines = ",\n".join(json.dumps(case, ensure_ascii=False) for case in cases)
+    file.write_text(json.dumps(head)[:-1] + f', "cases": [\n{lines}\n]}}\n')
+
+
 def write_json(file: Path, value: Any) -> None:
     file.write_text(json.dumps(value, indent=1) + "\n")

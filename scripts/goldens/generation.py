@@ -9,9 +9,8 @@ import json
 import numpy as np
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
 
-from scripts.goldens.cases import GOLDEN, MIN_MARGIN, SHAPE, golden_folders, merged, some
+from scripts.goldens.cases import GOLDEN, MIN_MARGIN, SHAPE, eager, golden_folders, merged, some
 
 NEW_TOKENS = 64
 SHARED, ENDS = 13, (6, 17)  # two prompts begin alike
@@ -61,9 +60,7 @@ def write_generation(given) -> None:
     file = GOLDEN / "generated.json"
     found = merged(file, given.only, "models")
     for name in some(given.only, golden_folders()):
-        folder = GOLDEN / name
-        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
-        found[name] = replies_of(model)
+        found[name] = replies_of(eager(GOLDEN / name))
         different = len({tuple(reply) for reply in found[name]["replies"]})
         print(name, "seed", found[name]["seed"], "different replies", different, flush=True)
     lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(found[name])}" for name in sorted(found))

@@ -9,19 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from scripts.goldens.cases import GOLDEN
+from scripts.goldens.cases import GOLDEN, eager
 
 LOGITS = "logits.npz"
 
 
 def read_export(folder: Path, model: str) -> dict:
     """What transformers computes with an export, and its `check_server.py` says."""
-    import torch
-    import transformers
-
-    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
-    )
+    loaded, info = eager(folder, output_loading_info=True)
     keys = ("missing_keys", "unexpected_keys", "mismatched_keys")
     row = {"weights not matched": [key for key in keys if info[key]], "difference": difference(loaded, folder)}
     if (folder / "check_server.py").exists():
@@ -38,13 +33,8 @@ def read_export(folder: Path, model: str) -> dict:
 def read_adapter(folder: Path, model: str) -> dict:
     """What PEFT computes with an adapter on a golden model."""
     import peft
-    import torch
-    import transformers
 
-    base = transformers.AutoModelForCausalLM.from_pretrained(
-        GOLDEN / model, dtype=torch.float32, attn_implementation="eager"
-    )
-    tuned = peft.get_peft_model(base, peft.PeftConfig.from_pretrained(str(folder)))
+    tuned = peft.get_peft_model(eager(GOLDEN / model), peft.PeftConfig.from_pretrained(str(folder)))
     loaded = peft.set_peft_model_state_dict(tuned, peft.utils.load_peft_weights(str(folder), device="cpu"))
     missing = [name for name in loaded.missing_keys if "lora_" in name]
     return {"tensors not matched": [*missing, *loaded.unexpected_keys], "difference": difference(tuned, folder)}

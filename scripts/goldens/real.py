@@ -17,9 +17,9 @@ import json
 import numpy as np
 import torch
 from safetensors.numpy import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from scripts.goldens.cases import GOLDEN, ROOT, some, write_json
+from scripts.goldens.cases import GOLDEN, ROOT, eager, some, write_json
 
 MODELS = ROOT / "models"
 FILES = {"smollm2": "SmolLM2-135M-Instruct.Q4_1.gguf", "gemma3-270m": "gemma-3-270m-q4_k_m.gguf"}
@@ -31,10 +31,7 @@ PARAGRAPHS = 6
 @torch.no_grad()
 def golden(file: str, text: str) -> dict[str, np.ndarray]:
     ids = AutoTokenizer.from_pretrained(MODELS, gguf_file=file)(text)["input_ids"]
-    model = AutoModelForCausalLM.from_pretrained(
-        MODELS, gguf_file=file, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    logits = model(torch.tensor([ids])).logits[0]
+    logits = eager(MODELS, gguf_file=file)(torch.tensor([ids])).logits[0]
     log_probs = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids)[1:, None])[:, 0]
     columns = np.sort(np.random.default_rng(0).choice(logits.shape[-1], COLUMNS, replace=False)).astype(np.int32)
     return {
@@ -81,7 +78,7 @@ def write_losses(given) -> None:
     paragraphs = [part.strip() for part in text.split("\n\n") if part.strip()][:PARAGRAPHS]
     found = json.loads(file.read_text()) if given.only else {}
     for name in some(given.only, FILES):
-        model = AutoModelForCausalLM.from_pretrained(MODELS, gguf_file=FILES[name], dtype=torch.float32).eval()
+        model = eager(MODELS, gguf_file=FILES[name], attn_implementation=None)
         tokenizer = AutoTokenizer.from_pretrained(MODELS / name)
         losses = [text_loss(model, tokenizer, text, length) for length in LENGTHS]
         found[name] = {"text": losses, "rolling": rolling(model, tokenizer, paragraphs)}

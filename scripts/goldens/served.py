@@ -6,14 +6,13 @@ vLLM itself is not imported, as it wants a GPU's libraries: two functions of `kv
 
 import ast
 import dataclasses
-import json
 import logging
 import zipfile
 from collections import defaultdict
 
 import numpy as np
 
-from scripts.goldens.cases import ROOT
+from scripts.goldens.cases import ROOT, write_cases
 
 OUT = ROOT / "tests" / "checkpoint" / "vllm_groups.json"
 CASES = 200
@@ -81,5 +80,4 @@ def write_served(given) -> None:
     logging.disable()
     rng = np.random.default_rng(0)
     functions = (plan["_get_kv_cache_groups_uniform_page_size"], blocks_of["max_admission_blocks_per_request"])
-    text = ",\n".join(json.dumps(case(rng, *functions)) for _ in range(CASES))
-    OUT.write_text(f'{{"source": "{given.wheel.name}", "cases": [\n{text}\n]}}\n')
+    write_cases(OUT, [case(rng, *functions) for _ in range(CASES)], source=given.wheel.name)

@@ -18,7 +18,7 @@ import transformers
 import yaml
 from transformers import AutoTokenizer, GenerationConfig
 
-from scripts.goldens.cases import GOLDEN
+from scripts.goldens.cases import GOLDEN, write_cases
 
 OUT = GOLDEN / "texts.json"
 SEED, COUNT, CHATS = 0, 40, 5
@@ -139,7 +139,6 @@ def write_texts(given) -> None:
     for _ in range(COUNT):
         files, chats = draw_files(rng), [draw_chat(rng) for _ in range(CHATS)]
         cases.append({"files": files, "chats": chats, **expected(files, chats)})
-    lines = ",\n".join(json.dumps(case, ensure_ascii=False) for case in cases)
-    OUT.write_text(f'{{"transformers": "{transformers.__version__}", "seed": {SEED}, "cases": [\n{lines}\n]}}\n')
+    write_cases(OUT, cases, transformers=transformers.__version__, seed=SEED)
     refused = sum(text is None for case in cases for text in case["texts"])
     print(f"{OUT}: {len(cases)} folders of {CHATS} chats, {refused} chats refused")

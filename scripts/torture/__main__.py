@@ -24,6 +24,10 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+from scripts.torture.damage import damage_checkpoints
+from scripts.torture.fuzz import fuzz
+from scripts.torture.jobs import COMMANDS, interrupt_jobs
+
 COUNTS = {"training": 60, "import": 20, "commands": 20, "checkpoints": 200, "fuzz": 5000}
 
 
@@ -32,7 +36,7 @@ def main() -> None:
     parser.add_argument("kind", choices=COUNTS)
     parser.add_argument("--count", type=int, help=f"default: {COUNTS}")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="some of the commands")
+    parser.add_argument("--only", nargs="+", choices=COMMANDS, metavar="NAME", help="some of the commands")
     parser.add_argument("--first", type=int, default=0, help="number of the first folder that fuzz damages")
     parser.add_argument("--steps", type=int, default=400, help="of a training run")
     parser.add_argument("--megabytes", type=int, default=1000, help="of the model that is imported")
@@ -42,18 +46,10 @@ def main() -> None:
     given.count = COUNTS[given.kind] if given.count is None else given.count
     began = time.monotonic()
     if given.kind == "fuzz":
-        from scripts.torture.fuzz import fuzz
-
         counts, bad = fuzz(given.count, given.seed, first=given.first)
     elif given.kind == "checkpoints":
-        from scripts.torture.damage import damage_checkpoints
-
         counts, bad = damage_checkpoints(given.count, random.Random(given.seed))
     else:
-        from scripts.torture.jobs import COMMANDS, interrupt_jobs
-
-        if unknown := [name for name in given.only if name not in COMMANDS]:
-            parser.error(f"--only: there is no '{unknown[0]}'; there are: {', '.join(COMMANDS)}")
         counts, bad = interrupt_jobs(given)
     figures = {"seed": given.seed, "count": given.count, **counts, "bad": len(bad)}
     figures["seconds"] = round(time.monotonic() - began)

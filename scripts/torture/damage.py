@@ -7,6 +7,7 @@ or if the checkpoint that is offered instead is not, bit for bit, the newest goo
 
 import collections
 import logging
+import logging.handlers
 import random
 import shutil
 import tempfile
@@ -70,31 +71,14 @@ def damage(file: Path, rng: random.Random) -> str:
     return kind
 
 
-class Sentences(logging.Handler):
-    """What a logger says while the block runs."""
-
-    def __init__(self, log: logging.Logger):
-        super().__init__()
-        self.said: list[str] = []
-        self.log = log
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-    def __enter__(self) -> "Sentences":
-        self.log.addHandler(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.log.removeHandler(self)
-
-
 def damage_checkpoints(count: int, rng: random.Random) -> tuple[dict[str, int], list[str]]:
     """What was damaged, by kind, and which damages were not noticed as they should be."""
     counts: collections.Counter[str] = collections.Counter()
     bad: list[str] = []
     log = logging.getLogger("swa_jax.train.run_checkpoints")
     log.propagate = False
+    heard = logging.handlers.BufferingHandler(count)
+    log.addHandler(heard)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         train(from_dict(TrainConfig, tiny_run(folder, steps=STEPS[-1]) | {"keep_checkpoints": 3}), quiet=True)
@@ -107,9 +91,9 @@ def damage_checkpoints(count: int, rng: random.Random) -> tuple[dict[str, int], 
             shutil.copytree(source, copy)
             file = rng.choice(files)
             step, kind = int(file.parts[0]), damage(copy / file, rng)
-            with Sentences(log) as sentences:
-                checkpoints = RunCheckpoints(copy, keep=3)
-            said = sentences.said
+            heard.buffer.clear()
+            checkpoints = RunCheckpoints(copy, keep=3)
+            said = [record.getMessage() for record in heard.buffer]
             if step != STEPS[-1]:
                 try:
                     checkpoints.restore(wanted, step)

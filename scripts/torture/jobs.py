@@ -8,7 +8,6 @@ import random
 import shlex
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -16,20 +15,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
-import numpy as np
 import yaml
-from safetensors.numpy import save_file
 
+from scripts.random_model import write_random_model
 from scripts.torture.damage import layout, tiny_run
 from scripts.torture.interrupt import ROOT, SIGNALS, Ended, Job, interrupt, some_time
 from swa_jax.checkpoint.hf_import import import_model
-from swa_jax.checkpoint.tensor_names import expected_tensors
-from swa_jax.families import model_config
 from swa_jax.train.preemption import EXIT_STATUS
 from swa_jax.train.run_checkpoints import RunCheckpoints
 
 CLI = (sys.executable, "-m", "swa_jax.cli")
+SIZES = {"model_type": "qwen3", "vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 3072}
+SIZES |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True}
+SIZES |= {"dtype": "bfloat16"}
 PROMPTS = ("--chains", "hops=1-2,rivals=2,gap=16", "--length", 128, "--window", 16, "--dtype", "float32")
 COMMANDS = {  # MODEL stands for the bundled model's checkpoint; beside each: the files of its results
     "evaluate chains": (
@@ -61,20 +59,20 @@ COMMANDS = {  # MODEL stands for the bundled model's checkpoint; beside each: th
         ("cells.jsonl",),
     ),
     "compare card": (
-        "scripts.compare card MODEL --out OUT --hops 1 2 --rivals 2 --lengths 128 --window 16 --examples 8",
+        "scripts.compare card MODEL --out OUT --hops 1 --rivals 2 --length 128 --window 16 --examples 8",
         ("cells.jsonl", "table.md"),
     ),
 }
 
 
-def interrupt_jobs(given: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def interrupt_jobs(given: argparse.Namespace) -> tuple[dict[str, int], list[str]]:
     """What happened, and what should not have."""
     rng, bad = random.Random(given.seed), []
     counts: collections.Counter[str] = collections.Counter()
     with tempfile.TemporaryDirectory(dir=given.folder) as name:
         folder = Path(name)
         make = {"training": training, "import": importing, "commands": commands}[given.kind]
-        jobs, more = make(folder, given)
+        jobs = make(folder, given)
         shares = [given.count // len(jobs) + (i < given.count % len(jobs)) for i in range(len(jobs))]
         for place, (times, (job, what)) in enumerate(zip(shares, jobs.items(), strict=True)):
             try:
@@ -82,15 +80,15 @@ def interrupt_jobs(given: argparse.Namespace) -> tuple[dict[str, Any], list[str]
             except AssertionError as error:
                 bad.append(str(error))
             print(f"{job}: {times} interruptions, {bad or 'nothing lost'}", flush=True)
-    return more | dict(sorted(counts.items())), bad
+    return dict(sorted(counts.items())), bad
 
 
 # ---- commands ----
 
 
-def commands(folder: Path, given: argparse.Namespace) -> tuple[dict[str, Job], dict[str, Any]]:
+def commands(folder: Path, given: argparse.Namespace) -> dict[str, Job]:
     model = import_model(ROOT / "swa_jax" / "chains", folder / "model")
-    return {name: command(name, model) for name in given.only or COMMANDS}, {}
+    return {name: command(name, model) for name in given.only or COMMANDS}
 
 
 def command(name: str, model: Path) -> Job:
@@ -111,20 +109,20 @@ def numbers_in(out: Path, files: tuple[str, ...]) -> dict[str, Any]:
 
 def timeless(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: timeless(one) for key, one in value.items() if "second" not in key}
+        return {key: timeless(one) for key, one in value.items() if "second" not in key and key != "sum"}
     return [timeless(one) for one in value] if isinstance(value, list) else value
 
 
 # ---- training ----
 
 
-def training(folder: Path, given: argparse.Namespace) -> tuple[dict[str, Job], dict[str, Any]]:
+def training(folder: Path, given: argparse.Namespace) -> dict[str, Job]:
     """A tiny model that is saved in the background every few steps; `OUT` is its folder."""
     config = folder / "run.yaml"
     config.write_text(yaml.safe_dump(tiny_run(folder, steps=given.steps)))
     words = (*CLI, "train", config, "output=OUT")
     kinds = (*[signal.SIGKILL] * 5, signal.SIGTERM)
-    return {"training": Job(words, losses, step_or_save, newest_checkpoint, kinds)}, {}
+    return {"training": Job(words, losses, step_or_save, newest_checkpoint, kinds)}
 
 
 def metrics(out: Path) -> list[dict]:
@@ -181,32 +179,14 @@ def newest_checkpoint(out: Path, ended: Ended, last: int | None) -> int:
 # ---- imports ----
 
 
-def importing(folder: Path, given: argparse.Namespace) -> tuple[dict[str, Job], dict[str, Any]]:
-    """A random model in shards; also how long an import takes as a multiple of `cp -r` of the same files."""
-    source = random_model(folder / "source", 1e6 * given.megabytes)
-    figures = times_beside_cp(source, folder)
+def importing(folder: Path, given: argparse.Namespace) -> dict[str, Job]:
+    """A random Qwen3 in shards, of about as many megabytes as are asked for."""
+    layer = 2 * (3 * 1024 * 3072 + 4 * 1024 * 2048 * 3 // 4)  # bytes
+    layers = max(1, round((1e6 * given.megabytes - 2 * 32000 * 1024) / layer))
+    source = write_random_model(folder / "source", SIZES | {"num_hidden_layers": layers}, shards=4)
     words = (*CLI, "import", source, "OUT")
     kinds = (SIGNALS[2], *SIGNALS)
-    return {"import": Job(words, whole_folder, check=whole_or_not_there, signals=kinds)}, figures
-
-
-def random_model(folder: Path, size: float, shards: int = 4) -> Path:
-    """A Qwen3 of about so many bytes in bf16, drawn at random."""
-    layer = 2 * (3 * 1024 * 3072 + 4 * 1024 * 2048 * 3 // 4)
-    config: dict[str, Any] = {"model_type": "qwen3", "vocab_size": 32000, "hidden_size": 1024, "dtype": "bfloat16"}
-    config |= {"num_hidden_layers": max(1, round((size - 2 * 32000 * 1024) / layer)), "intermediate_size": 3072}
-    config |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True}
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    shapes, rng, places = expected_tensors(model_config(config)), np.random.default_rng(0), {}
-    for number in range(shards):
-        file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
-        names = list(shapes)[number::shards]
-        tensors = {n: rng.standard_normal(shapes[n], np.float32).astype(ml_dtypes.bfloat16) for n in names}
-        save_file(tensors, folder / file, {"format": "pt"})
-        places |= dict.fromkeys(names, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    return folder
+    return {"import": Job(words, whole_folder, check=whole_or_not_there, signals=kinds)}
 
 
 def whole_folder(out: Path) -> dict[str, Any]:
@@ -224,26 +204,3 @@ def whole_folder(out: Path) -> dict[str, Any]:
 def whole_or_not_there(out: Path, ended: Ended, last: Any) -> None:
     if out.exists():
         assert not whole_folder(out)["differing"], "the destination is there before it is whole"
-
-
-def times_beside_cp(source: Path, folder: Path, rounds: int = 5) -> dict[str, float]:
-    """Median seconds of `cp -r`, of `cp -r` until the copy is on the disk, and of an import in this process."""
-    seconds: dict[str, list[float]] = {"cp": [], "cp and sync": [], "import": []}
-    for number in range(rounds + 1):
-        for name in seconds:
-            copy, began = folder / "copy", time.monotonic()
-            if name == "import":
-                import_model(source, copy)
-            else:
-                subprocess.run(["cp", "-r", source, copy], check=True)
-            if name == "cp and sync":
-                subprocess.run(["sync", *copy.iterdir()], check=True)
-            if number:  # the first round fills the system's cache of files
-                seconds[name].append(time.monotonic() - began)
-            subprocess.run(["sync", *copy.rglob("*")], check=True)  # the next one is not to wait for this one's
-            shutil.rmtree(copy)
-    found = {f"seconds of {name}": round(statistics.median(values), 2) for name, values in seconds.items()}
-    for name in ("cp", "cp and sync"):
-        ratios = [a / b for a, b in zip(seconds["import"], seconds[name], strict=True)]
-        found[f"import / {name}"] = round(statistics.median(ratios), 2)
-    return found

@@ -61,16 +61,24 @@ def text_routing(
         raise ConfigError(f"the text has {len(tokens)} tokens, too few for one sequence of {length}")
     text = np.asarray(tokens[: count * size], np.int32).reshape(count, size)
     rows = np.concatenate([np.tile(np.array(start, np.int32), (count, 1)), text], axis=1)
-    batch_size = min(batch_size, count)
-    gates = []
-    for first in range(0, count, batch_size):
-        batch = np.resize(rows[first : first + batch_size], (batch_size, length))
-        gates.append(_gates(*nnx.split(model), jnp.asarray(batch), None, None)[: count - first])
-        advance(len(gates[-1]))
-    gate = _with_static_layers(np.concatenate(gates), model)  # [S, L, T]
+    gate = full_share(model, rows, batch_size=batch_size, advance=advance)  # [S, L, T]
     position = np.broadcast_to(np.arange(length), (count, length))
     keys = keys_read(gate, position, model.pattern)
     return _routed(gate, keys, position, 1.0 * (position >= len(start))), keys.mean((0, 1))
+
+
+def full_share(
+    model: Decoder, tokens: np.ndarray, *, batch_size: int = 8, advance: Callable[[int], None] = lambda _: None
+) -> np.ndarray:
+    """The share of the KV heads that attends in full, of each layer at tokens [N, T]: [N, L, T]."""
+    count, length = tokens.shape
+    batch_size = min(batch_size, count)
+    gates = []
+    for first in range(0, count, batch_size):
+        batch = np.resize(tokens[first : first + batch_size], (batch_size, length))
+        gates.append(_gates(*nnx.split(model), jnp.asarray(batch), None, None)[: count - first])
+        advance(len(gates[-1]))
+    return _with_static_layers(np.concatenate(gates), model)
 
 
 def answer_routing(

@@ -66,9 +66,8 @@ ADDED = {
     "python -m scripts.compare swaa": ["--tiny", "--limit", "2"],
     "python -m scripts.compare windows": ["--tiny", "--only", "window 4"],
     "python -m scripts.compare peers": ["--limit", "1"],
-    "python -m scripts.compare searches": ["--prompts", "1", "--others", "2", "--budgets", "1"],
     "python -m scripts.compare plants": ["--only", "kl", "--placement", "chains", "--seeds", "0"],
-    "python -m scripts.compare card": ["--hops", "1", "--rivals", "1", "--lengths", "128"],
+    "python -m scripts.compare card": ["--hops", "1", "--rivals", "1", "--length", "128"],
     "python -m scripts.train_chains": ["--steps", "1"],
     "python -m scripts.faults plant": ["--list"],  # hours
     "python -m scripts.faults draw": ["--list"],

@@ -114,7 +114,7 @@ def test_a_cell_is_measured_once_and_one_that_was_cut_off_is_none(tmp_path):
     assert run(cell("a"), cell("b"), limit=1) == "[1]"
     assert run(cell("a"), cell("b")) == (tmp_path / "table.md").read_text().strip() == "[1, 2]"
     with (tmp_path / "cells.jsonl").open("a") as file:
-        file.write('{"cell": ["c", 0], "val')
+        file.write('{"key": "[\\"c\\", 0]", "val')
     assert run(cell("a"), cell("c"), report_only=True) == "[1, 2]"
     assert run(cell("a"), cell("c"), cell("d"), only=["c"]) == "[1, 2, 3]"
     assert measured == ["a", "b", "c"]
@@ -154,8 +154,7 @@ def test_where_chains_are_carried_on():
 
 
 def lines_of(folder):
-    lines = [json.loads(line) for line in (folder / "cells.jsonl").read_text().splitlines()]
-    return {tuple(line["cell"]): line for line in lines}
+    return {tuple(line["cell"]): line for line in runner.read_done(folder).values()}
 
 
 @pytest.mark.long

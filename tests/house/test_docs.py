@@ -140,13 +140,6 @@ def test_first_lines_problem_is_found(text, problem):
     assert (found is None) if problem is None else (problem in found)
 
 
-def test_the_picture_of_the_floors_is_that_of_the_table():
-    script = runpy.run_path(str(ROOT / "scripts/draw_floors.py"))
-    floors = script["read_floors"]((ROOT / "docs/architecture.md").read_text())
-    assert len(floors) > 5
-    assert script["PICTURE"].read_text() == script["draw"](floors), "run `python scripts/draw_floors.py`"
-
-
 def test_links_out_of_the_docs_on_the_site(monkeypatch):
     link_outside = runpy.run_path(str(ROOT / "docs/conf.py"))["link_outside"]
     page = ["See [a run](../configs/swat-tiny.yaml), [plants](data/plants.md#a) and [data](data.md)."]

@@ -78,7 +78,7 @@ def small(script, tmp_path, monkeypatch):
 
 
 def results_of(script, file):
-    return {row["name"]: row for row in script.read_json(file)["faults"]}
+    return {row["name"]: row for row in script.Store(file, "results of faults").records.values()}
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_faults_are_caught_missed_and_not_tried_twice(script, small, capsys, mon
 
     faults = [fault("wrong", "3 * x"), fault("harmless", "x * 2")]
     monkeypatch.setattr(script, "read_faults", lambda: faults)
-    out = small / "runs" / "faults.json"
+    out = small / "runs" / "faults.jsonl"
     assert main(["plant", "--out", str(out)]) == 1
     results = results_of(script, out)
     assert results["wrong"]["result"] == "caught"
