@@ -22,6 +22,7 @@ from swa_jax.adapt.replies import Replies, draw_replies
 from swa_jax.adapt.search import Search
 from swa_jax.adapt.tasks import Doubts, Task, compared, doubts, measure, num_examples
 from swa_jax.checkpoint.canary import write_canary
+from swa_jax.checkpoint.check_server import CANARY_FILE
 from swa_jax.checkpoint.folder import CONFIG_FILE, content_sum, load_model
 from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.data.batches import content_sum as data_sum
@@ -62,7 +63,7 @@ class Results:
         """The result of a stage: found in its file if the key is right, or made and written there.
 
         Args:
-          made: a folder that belongs to the result; where it is gone, the stage runs again.
+          made: a file or folder that belongs to the result; where it is gone, the stage runs again.
         """
         file = self.folder / f"{name}.json"
         stored = self._read(file)
@@ -150,7 +151,8 @@ class Run:
         reported(self.results)  # a receipt takes a while, and the report is there without it
         key = digest([key, settings.canary])
         title = "making the receipt of the export" if folder and settings.canary else "no receipt"
-        self._stage("canary", title, key, self._canary)
+        made = folder / CANARY_FILE if folder and settings.canary else None
+        self._stage("canary", title, key, self._canary, made)
 
     # ---- what is at hand ----
 

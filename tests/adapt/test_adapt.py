@@ -283,7 +283,7 @@ def test_a_second_run_finds_everything_done(adapted):
     (out / "vllm" / "config.json").unlink()
     (out / "vllm").rename(out / "gone")
     said = run("adapt", "recall", out, "--kv-budget", 0.3, "--for", "vllm", *SMALL)
-    assert said.count("found here") == len(STAGES) - 2
+    assert said.count("found here") == len(STAGES) - 3  # the receipt lay in the export
     assert without_times(out) == before
 
 
@@ -291,12 +291,13 @@ def test_a_second_run_finds_everything_done(adapted):
 def test_the_report_links_to_nothing_and_says_how_to_serve(adapted):
     out, _ = adapted
     report = (out / "report.html").read_text()
-    assert not re.findall(r"https?://", report)  # so small a run has no receipt, whose command names an address
+    assert set(re.findall(r"https?://\S+", report)) == {"http://localhost:8000</code></pre>"}
     assert all(target.startswith("#") for target in re.findall(r"(?:href=\"|src=\"|url\()([^\")]*)", report))
     assert not {"@import", "<script"} & set(re.findall(r"@import|<script", report))
     assert f"vllm serve {out}/vllm --max-model-len 256" in report
     assert report.count("<svg") == 2
     assert report.count("<table") == 6
+    assert f"python {out}/vllm/check_server.py --url http://localhost:8000" in report
 
 
 @pytest.mark.slow
