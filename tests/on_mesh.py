@@ -103,6 +103,8 @@ def check_attention(implementation: str | None = None, among: Sequence[str] | No
         "window, packed": (window, packed),
         "window over several devices, packed": (AttentionSpec(window=20), packed),
         "window as long as the row": (AttentionSpec(window=64), {}),
+        "chunked": (AttentionSpec(window=20, chunked=True), {}),
+        "chunked, sink tokens, packed": (AttentionSpec(window=20, num_sink_tokens=3, chunked=True), packed),
         "sink tokens": (sinks, {}),
         "sink tokens, packed": (sinks, packed),
         "many sink tokens, packed": (AttentionSpec(window=20, num_sink_tokens=10), packed),
