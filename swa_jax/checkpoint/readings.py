@@ -96,7 +96,7 @@ def describe(pattern: AttentionPattern) -> str:
     if not windowed:
         return "full attention in every layer, as written"
     where = "every layer" if len(windowed) == pattern.num_layers else f"{len(windowed)} of {pattern.num_layers} layers"
-    return f"a window of {pattern.sliding_window} keys in {where}, as written"
+    return f"{'chunks' if pattern.chunked else 'a window'} of {pattern.sliding_window} keys in {where}, as written"
 
 
 def _windows(right: Reading, hf: Mapping[str, Any]) -> Iterator[Reading]:
