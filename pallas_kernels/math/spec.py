@@ -93,13 +93,17 @@ class AttentionSpec:
         return not self.chunked
 
     @property
-    def reach(self) -> int | None:
-        """The window in units of `places`."""
+    def reach(self) -> int:
+        """The window in units of `places`; there must be one."""
+        assert self.window is not None
         return 1 if self.chunked else self.window
 
     def places(self, positions):
         """What a window compares of tokens at these positions (integers >= 0): the positions, or their chunks."""
-        return jax.lax.div(positions, self.window) if self.chunked else positions
+        if not self.chunked:
+            return positions
+        assert self.window is not None
+        return jax.lax.div(positions, self.window)
 
     def scale_for(self, head_dim: int) -> float:
         """The factor on q.k."""
