@@ -38,7 +38,7 @@ def missing(request: Request) -> str | None:
         return f"there are {request.q_length} queries and {request.kv_length} keys; for cuDNN they must be equal."
     plain = AttentionSpec(spec.window, scale=spec.scale)
     if spec != plain:
-        return "cuDNN takes causal softmax without sink tokens and without a softcap."
+        return "cuDNN takes causal softmax in a plain window, without sink tokens and without a softcap."
     if others := request.given - {"logit_scales"}:  # these are in the queries already
         return f"cuDNN does not take {', '.join(sorted(others))}."
     return None

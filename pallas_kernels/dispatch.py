@@ -125,6 +125,7 @@ def table() -> str:
         ("window, sink tokens, packed", "attention", sinks, ("q_segment_ids",)),
         ("window longer than the window kernels take", "attention", AttentionSpec(5000), ()),
         ("window, given positions", "attention", window, ("q_positions", "kv_positions")),
+        ("window, chunked", "attention", AttentionSpec(1024, chunked=True), ()),
         ("window, full_from", "attention", window, ("full_from",)),
         ("window, full_heads", "attention", window, ("full_heads",)),
         ("both directions, window", "attention", AttentionSpec(1024, causal=False), ()),

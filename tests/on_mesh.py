@@ -103,6 +103,8 @@ def check_attention(implementation: str | None = None, among: Sequence[str] | No
         "window, packed": (window, packed),
         "window over several devices, packed": (AttentionSpec(window=20), packed),
         "window as long as the row": (AttentionSpec(window=64), {}),
+        "chunked": (AttentionSpec(window=20, chunked=True), {}),
+        "chunked, sink tokens, packed": (AttentionSpec(window=20, num_sink_tokens=3, chunked=True), packed),
         "sink tokens": (sinks, {}),
         "sink tokens, packed": (sinks, packed),
         "many sink tokens, packed": (AttentionSpec(window=20, num_sink_tokens=10), packed),
@@ -186,6 +188,7 @@ def check_small() -> None:
     cases = {  # each with the meshes that its exchanges take
         "halo over several devices": (AttentionSpec(window=20), ids, split[:1]),
         "sink tokens": (AttentionSpec(window=5, num_sink_tokens=3), ids, split[:1]),
+        "chunked": (AttentionSpec(window=20, chunked=True), ids, split[:1]),
         "routed, heads split": (AttentionSpec(window=5), ids | gate, split[1:]),
         "zig-zag": (AttentionSpec(), ids, zigzags),
         "zig-zag, halo": (AttentionSpec(window=8), ids, zigzags),

@@ -12,7 +12,7 @@ from tokenizers import processors
 from swa_jax.checkpoint.folder import save_model
 from swa_jax.model.config import ModelConfig, RopeScaling
 from swa_jax.model.decoder import Decoder
-from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
+from swa_jax.model.layer_types import CHUNKED, FULL, HYBRID, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
 WINDOW_SIZE = 6
@@ -156,8 +156,8 @@ SIGMOID = dataclasses.replace(
 
 
 def make(types: str, heads: tuple[tuple[int, ...], ...] = (), **fields) -> AttentionPattern:
-    """A pattern from letters: F full, w window, h head hybrid, S switch."""
-    kinds = {"F": FULL, "w": WINDOW, "h": HYBRID, "S": SWITCH}
+    """A pattern from letters: F full, w window, c chunks, h head hybrid, S switch."""
+    kinds = {"F": FULL, "w": WINDOW, "c": CHUNKED, "h": HYBRID, "S": SWITCH}
     return AttentionPattern(
         tuple(kinds[t] for t in types), fields.pop("sliding_window", WINDOW_SIZE), full_kv_heads=heads, **fields
     )
@@ -170,6 +170,7 @@ PATTERNS = {
     "window-1": (SOFTMAX, make("wwFw", sliding_window=1)),
     "streaming": (SOFTMAX, make("wwww", num_sink_tokens=3)),
     "interleave": (SOFTMAX, make("wFwF")),
+    "chunked": (SOFTMAX, make("cFcc", num_sink_tokens=1)),
     "head-hybrid": (SOFTMAX, make("hhwh", _HYBRID_HEADS, num_sink_tokens=2)),
     "switch": (SOFTMAX, make("SSwS")),
     "every-kind": (SOFTMAX, make("FwhS", ((), (), (1,), ()), num_sink_tokens=1)),

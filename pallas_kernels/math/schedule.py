@@ -112,10 +112,12 @@ def visited_by_row(
         return jnp.zeros_like(table) if outside else table
 
     q = _extent(where.q_order, where.q_segment_ids, q_real & ~q_full, q_block)
-    back = (q.least[:, :, None] - kv.greatest[:, None, :], q.greatest[:, :, None] - kv.least[:, None, :])
-    near, past = back[0] < spec.window, back[1] >= spec.window
+    nearest, farthest = _distances(q, kv)
+    if not spec.banded:
+        nearest, farthest = _place_distances(spec, where, q_real & ~q_full, kv_real, q_block, kv_block)
+    near, past = nearest < spec.reach, farthest >= spec.reach
     if not spec.causal:
-        near, past = near & (-back[1] < spec.window), past | (-back[0] >= spec.window)
+        near, past = near & (-farthest < spec.reach), past | (-nearest >= spec.reach)
     if outside:
         return _reachable(spec, q, kv) & past
     table = _reachable(spec, q, kv) & near
@@ -163,24 +165,25 @@ def fully_visible_by_row(
         seen &= (q.least_segment == q.greatest_segment)[:, :, None]
         seen &= (kv.least_segment == kv.greatest_segment)[:, None]
         seen &= q.least_segment[:, :, None] == kv.least_segment[:, None, :]
-    nearest = q.least[:, :, None] - kv.greatest[:, None, :]
-    farthest = q.greatest[:, :, None] - kv.least[:, None, :]
+    nearest, farthest = _distances(q, kv)
     if spec.causal:
         seen &= nearest >= 0
     if spec.window is None:
         return jnp.zeros_like(seen) if outside else seen
+    if not spec.banded:
+        nearest, farthest = _place_distances(spec, where, where.q_pos >= 0, where.kv_pos >= 0, q_block, kv_block)
     if outside:
-        past = nearest >= spec.window
+        past = nearest >= spec.reach
         if not spec.causal:
-            past |= -farthest >= spec.window
+            past |= -farthest >= spec.reach
         if spec.num_sink_tokens:
             past &= every_key(where.kv_pos >= spec.num_sink_tokens)
         if where.full_rows is not None:
             past &= every_query(~where.full_rows)
         return seen & past
-    near = farthest < spec.window
+    near = farthest < spec.reach
     if not spec.causal:
-        near &= -nearest < spec.window
+        near &= -nearest < spec.reach
     if spec.num_sink_tokens:
         near |= every_key(where.kv_pos < spec.num_sink_tokens)
     if where.full_rows is not None:
@@ -271,6 +274,18 @@ def _extent(order: jax.Array, segments: jax.Array | None, member: jax.Array, blo
 
     segments = jnp.ones((1, 1), jnp.int32) if segments is None else segments
     return _Extent(least(order), greatest(order), least(segments), greatest(segments))
+
+
+def _distances(q: _Extent, kv: _Extent) -> tuple[jax.Array, jax.Array]:
+    """The least and the greatest query - key of each pair of blocks: [B, nq, nk] each."""
+    nearest = q.least[:, :, None] - kv.greatest[:, None, :]
+    return nearest, q.greatest[:, :, None] - kv.least[:, None, :]
+
+
+def _place_distances(spec: AttentionSpec, where: Coordinates, q_member, kv_member, q_block: int, kv_block: int):
+    """`_distances` of the members by `spec.places`, which `spec.reach` counts."""
+    q = _extent(spec.places(where.q_pos), None, q_member, q_block)
+    return _distances(q, _extent(spec.places(where.kv_pos), None, kv_member, kv_block))
 
 
 def _reachable(spec: AttentionSpec, q: _Extent, kv: _Extent) -> jax.Array:

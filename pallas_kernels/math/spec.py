@@ -9,8 +9,9 @@ Key j is visible to query i when all of these hold:
 
 * both are real tokens (position >= 0, segment id != 0) of the same segment;
 * causal: j <= i;
-* window: j > i - window (so a window counts the query's own key), *or* j is one of the first `num_sink_tokens`
-  of the segment, *or* the query's row is full: `full_from` says so for the row, or `full_heads` for its KV head.
+* window: j > i - window (so a window counts the query's own key), or with `chunked` j // window == i // window; *or* j
+  is one of the first `num_sink_tokens` of the segment, *or* the query's row is full: `full_from` says so for the row,
+  or `full_heads` for its KV head.
 
 The options of a call travel in two values: `PerHead`, what differs by head, and `Packing`, which tokens the rows hold.
 `coordinates` makes of the latter (segment ids, positions, `full_from`, or nothing) the integer arrays that the
@@ -47,6 +48,8 @@ class AttentionSpec:
       logit_softcap: c in `c * tanh(logits / c)`, applied to the scaled logits before any bias. None is no cap.
       scale: the factor on q.k. None is 1 / sqrt(head_dim).
       causal: whether keys after the query's own are hidden from it.
+      chunked: a query sees of each segment's chunks of `window` tokens the one that it stands in, in place of the keys
+        nearest to it (Llama 4's `chunked_attention`).
 
     Raises:
       ArgumentError: a field is out of its range; the sentence names it.
@@ -58,6 +61,7 @@ class AttentionSpec:
     logit_softcap: float | None = None
     scale: float | None = None
     causal: bool = True
+    chunked: bool = False
 
     def __post_init__(self):
         if self.window is not None:
@@ -71,13 +75,35 @@ class AttentionSpec:
                 if not 0 < float(value) < float("inf"):
                     raise ArgumentError(f"{name} is {value!r}; it must be a positive finite number or None.")
                 object.__setattr__(self, name, float(value))
-        if not isinstance(self.causal, bool):
-            raise ArgumentError(f"causal is {self.causal!r}; it must be True or False.")
+        for name in ("causal", "chunked"):
+            if not isinstance(getattr(self, name), bool):
+                raise ArgumentError(f"{name} is {getattr(self, name)!r}; it must be True or False.")
+        if self.chunked and self.window is None:
+            raise ArgumentError("chunked is True, but window is None; it must be the length of a chunk.")
 
     @property
     def full(self) -> "AttentionSpec":
         """The same attention without a window: what full layers, full rows and full heads see."""
-        return dataclasses.replace(self, window=None, num_sink_tokens=0)
+        return dataclasses.replace(self, window=None, num_sink_tokens=0, chunked=False)
+
+    @property
+    def banded(self) -> bool:
+        """Whether the window is a band, all keys at a distance below `window`. The kernels that go by distances serve
+        this alone; those that ask `visible` serve everything."""
+        return not self.chunked
+
+    @property
+    def reach(self) -> int:
+        """The window in units of `places`; there must be one."""
+        assert self.window is not None
+        return 1 if self.chunked else self.window
+
+    def places(self, positions):
+        """What a window compares of tokens at these positions (integers >= 0): the positions, or their chunks."""
+        if not self.chunked:
+            return positions
+        assert self.window is not None
+        return jax.lax.div(positions, self.window)
 
     def scale_for(self, head_dim: int) -> float:
         """The factor on q.k."""
@@ -106,7 +132,7 @@ def visible(spec: AttentionSpec, q_pos, kv_pos, q_segment_ids=None, kv_segment_i
     """Whether each key is visible to each query; element-wise, so arguments only need to broadcast together.
 
     Args:
-      spec: window, num_sink_tokens and causal are read.
+      spec: window, chunked, num_sink_tokens and causal are read.
       q_pos, kv_pos: integer positions, counted from 0 at the first real token of the segment; a negative position
         is an empty slot or padding, which neither sees nor is seen. A tile passes [..., bq, 1] and [..., 1, bk].
       q_segment_ids, kv_segment_ids: integer segment ids, or None for one segment; 0 is padding.
@@ -121,9 +147,10 @@ def visible(spec: AttentionSpec, q_pos, kv_pos, q_segment_ids=None, kv_segment_i
         seen = seen & (q_segment_ids == kv_segment_ids) & (kv_segment_ids != 0)
     if spec.window is None:
         return seen
-    allowed = q_pos - kv_pos < spec.window
+    back = spec.places(q_pos) - spec.places(kv_pos)
+    allowed = back < spec.reach
     if not spec.causal:
-        allowed = allowed & (kv_pos - q_pos < spec.window)
+        allowed = allowed & (-back < spec.reach)
     if spec.num_sink_tokens:
         allowed = allowed | (kv_pos < spec.num_sink_tokens)
     if full_rows is not None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from swa_jax.model.config import ModelConfig, RopeKind
-from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
+from swa_jax.model.layer_types import FULL, HYBRID, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
 MOST_LAYERS = 8  # whose kind is read wrongly, one at a time
@@ -96,7 +96,7 @@ def describe(pattern: AttentionPattern) -> str:
     if not windowed:
         return "full attention in every layer, as written"
     where = "every layer" if len(windowed) == pattern.num_layers else f"{len(windowed)} of {pattern.num_layers} layers"
-    return f"a window of {pattern.sliding_window} keys in {where}, as written"
+    return f"{'chunks' if pattern.chunked else 'a window'} of {pattern.sliding_window} keys in {where}, as written"
 
 
 def _windows(right: Reading, hf: Mapping[str, Any]) -> Iterator[Reading]:
@@ -140,7 +140,7 @@ def _layers(right: Reading) -> Iterator[Reading]:
     """The wrong layers have windows."""
     pattern = right.pattern
     types = pattern.layer_types
-    if not {FULL, WINDOW} & set(types) or pattern.sliding_window is None or {HYBRID, SWITCH} & set(types):
+    if pattern.sliding_window is None or not set(types) <= {FULL, WINDOW}:
         return
     other = {FULL: WINDOW, WINDOW: FULL}
 

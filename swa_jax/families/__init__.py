@@ -59,6 +59,9 @@ def hf_pattern(hf: Mapping[str, Any]) -> AttentionPattern:
       ConfigError: an unknown family, or layer types that do not fit the number of layers or are not supported.
     """
     window, types = _family(hf).read_windows(hf, hf["num_hidden_layers"])
+    for i, kind in enumerate(types):
+        if kind not in (FULL, WINDOW):
+            raise ConfigError(f"config.json: layer_types[{i}] is {kind!r}; supported: {FULL}, {WINDOW}")
     return AttentionPattern(tuple(types), window if WINDOW in types else None, provenance={"method": "hf-config"})
 
 
@@ -175,6 +178,8 @@ def inexpressible(pattern: AttentionPattern) -> str | None:
         return "it keeps single KV heads full"
     if SWITCH in pattern.layer_types:
         return "it routes tokens"
+    if pattern.chunked:
+        return "it attends in chunks"
     if pattern.num_sink_tokens and WINDOW in pattern.layer_types:
         return f"num_sink_tokens = {pattern.num_sink_tokens}"
     if pattern.full_attention_decode and WINDOW in pattern.layer_types:

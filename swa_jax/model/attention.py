@@ -22,7 +22,7 @@ from pallas_kernels.math.spec import Packing, PerHead
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.experts import ExpertLoad
 from swa_jax.model.layer_stacks import rope_groups
-from swa_jax.model.layer_types import FULL, HYBRID, LAYER_TYPES, SWITCH, WINDOW
+from swa_jax.model.layer_types import CHUNKED, FULL, HYBRID, LAYER_TYPES, SWITCH, WINDOW
 from swa_jax.model.layers import Norm, RopeTables, linear, rms_normed, rope_distance
 from swa_jax.model.mesh_attention import attention_on_mesh
 from swa_jax.model.parameters import ROUTERS, declared
@@ -98,6 +98,7 @@ def model_spec(config: ModelConfig, pattern: AttentionPattern) -> AttentionSpec:
         activation=config.attention_activation,
         logit_softcap=config.attention_softcap,
         scale=config.attention_scale,
+        chunked=pattern.chunked,
     )
 
 
@@ -284,7 +285,7 @@ class Attention(nnx.Module):
         def switch() -> tuple[jax.Array, jax.Array]:
             return attend(context.spec, heads, packing, gate=gate, inference=context.inference)
 
-        branches = {FULL: full, WINDOW: window, HYBRID: hybrid, SWITCH: switch}
+        branches = {FULL: full, WINDOW: window, CHUNKED: window, HYBRID: hybrid, SWITCH: switch}
         with jax.named_scope(AROUND_ATTENTION):
             mixed, disagreement = choose(plan.kind, [branches[kind] for kind in context.kinds])
         routed = _is_kind(plan.kind, context.kinds, SWITCH)

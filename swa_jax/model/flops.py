@@ -20,10 +20,15 @@ def matrix_parameters(config: ModelConfig) -> int:
     return sum(parameter.active_size for parameter in parameters(config) if parameter.matrix or parameter.output)
 
 
-def visible_keys(position: np.ndarray, window: int | None, num_sink_tokens: int = 0) -> np.ndarray:
-    """Keys that a query at `position` (from 0) of one document sees."""
+def visible_keys(
+    position: np.ndarray, window: int | None, num_sink_tokens: int = 0, *, chunked: bool = False
+) -> np.ndarray:
+    """Keys that a query at `position` (from 0) of one document sees, in a window or in its chunk."""
     seen = np.asarray(position, np.int64) + 1
-    return seen if window is None else np.minimum(seen, window + np.minimum(num_sink_tokens, seen))
+    if window is None:
+        return seen
+    near = (seen - 1) % window + 1 if chunked else window
+    return np.minimum(seen, near + np.minimum(num_sink_tokens, seen))
 
 
 def attention_flops(
@@ -61,7 +66,7 @@ def _summed(
     full = visible_keys(position, None)
     window = full
     if pattern.sliding_window is not None:
-        window = visible_keys(position, pattern.sliding_window, pattern.num_sink_tokens)
+        window = visible_keys(position, pattern.sliding_window, pattern.num_sink_tokens, chunked=pattern.chunked)
     found: dict[str, AttentionParts] = {}
     layers = zip(pattern.layer_types, pattern.full_kv_heads, config.head_shapes, costs, strict=True)
     for kind, heads, (kv_heads, _), key in layers:

@@ -210,7 +210,7 @@ def _attend_behind(
 
 def _reach(spec: AttentionSpec, length: int) -> int | None:
     """Tokens to the left of a device's own that its queries may see; None: all of them."""
-    if spec.window is None or not spec.causal:
+    if spec.window is None or not spec.causal or not spec.banded:
         return None
     reach = spec.window - 1
     rounded = -(-reach // HALO_MULTIPLE) * HALO_MULTIPLE

@@ -16,7 +16,7 @@ import numpy as np
 from swa_jax.errors import ConfigError
 from swa_jax.files import parse_json, write_text
 from swa_jax.model.config import ModelConfig
-from swa_jax.model.layer_types import FULL, HYBRID, LAYER_TYPES, SWITCH, WINDOW
+from swa_jax.model.layer_types import CHUNKED, FULL, HYBRID, LAYER_TYPES, SWITCH, WINDOW
 from swa_jax.model.recipes import DEFAULT_WINDOW, read_recipe
 from swa_jax.settings import from_dict, nearest
 
@@ -31,7 +31,8 @@ class AttentionPattern:
 
     Attributes:
       layer_types: L names, each one of `swa_jax.model.layer_types.LAYER_TYPES`.
-      sliding_window: the visible keys of a windowed query, its own included. None only if every layer is full.
+      sliding_window: the visible keys of a windowed query, its own included, or the tokens of a chunk (Hugging Face's
+        `attention_chunk_size`). None only if every layer is full.
       num_sink_tokens: how many first keys of a segment stay visible beside the window.
       full_attention_decode: whether the queries of the answer see everything (SWAA). Where the answer begins is data:
         `full_from`.
@@ -64,6 +65,8 @@ class AttentionPattern:
                 raise ConfigError(f"layer_types[{i}] is '{kind}'{nearest(kind, LAYER_TYPES)}")
             if kind != HYBRID and self.full_kv_heads[i : i + 1] not in ((), ((),)):
                 raise ConfigError(f"full_kv_heads[{i}] is set, but layer {i} is {kind}, not {HYBRID}")
+        if self.chunked and not set(self.layer_types) <= {FULL, CHUNKED}:
+            raise ConfigError(f"layer_types has {CHUNKED}: all other layers must be {FULL}, got {self.layer_types}")
         if not self.layer_types:
             raise ConfigError("layer_types is empty: a pattern needs at least one layer")
         if len(self.full_kv_heads) != len(self.layer_types):
@@ -86,6 +89,11 @@ class AttentionPattern:
     @property
     def num_layers(self) -> int:
         return len(self.layer_types)
+
+    @property
+    def chunked(self) -> bool:
+        """Whether its windows are chunks."""
+        return CHUNKED in self.layer_types
 
     @property
     def full_layers(self) -> tuple[int, ...]:
@@ -127,8 +135,8 @@ class AttentionPattern:
                 raise ConfigError(f"full_kv_heads[{layer}] names a KV head twice: {list(heads)}")
 
     def __str__(self) -> str:
-        """The effective per-layer map, on one screen: F full, w window, h head hybrid, S switch."""
-        letters = {FULL: "F", WINDOW: "w", HYBRID: "h", SWITCH: "S"}
+        """The effective per-layer map, on one screen: F full, w window, c chunks, h head hybrid, S switch."""
+        letters = {FULL: "F", WINDOW: "w", CHUNKED: "c", HYBRID: "h", SWITCH: "S"}
         row = "".join(letters[kind] for kind in self.layer_types)
         lines = [
             f"{self.num_layers} layers: {' '.join(row[i : i + 8] for i in range(0, len(row), 8))}",

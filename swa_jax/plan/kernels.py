@@ -166,7 +166,7 @@ class _Reached:
         function = f"{'sigmoid' if sigmoid and what == 'window' else what}_{which}"
         words = [f"head_dim {D}"] + [f"window {window}"] * (not full) + [f"{sinks} sink tokens"] * (sinks > 0)
         name = f"{function} ({', '.join(words)})"
-        if sigmoid and what != "window":
+        if (sigmoid and what != "window") or (self.pattern.chunked and not full):
             return name, None
         launched = as_launched(self._request(what, window))
         group = launched.heads // launched.kv_heads

@@ -214,6 +214,8 @@ CALLS = {
     "sink-tokens": train(AttentionSpec(1024, 128), kernels=2, length=LONG),
     "sink-tokens-packed": train(AttentionSpec(300, 4), "q_segment_ids", kernels=3, head_dim=64),
     "sink-tokens-packed-long": train(AttentionSpec(1024, 128), "q_segment_ids", kernels=3, length=LONG),
+    "chunked": train(AttentionSpec(300, 4, chunked=True), "q_segment_ids", "full_from", kernels=2),
+    "decode-chunked": decode(AttentionSpec(1024, chunked=True), kernels=1, tokens=1, entries=1024, ring=True),
     "window-bidirectional": train(AttentionSpec(300, causal=False), kernels=2),
     "long-window": train(AttentionSpec(4096), kernels=2, length=6000, heads=2),
     "longer-window": train(AttentionSpec(4097), kernels=2, length=6000, heads=2),

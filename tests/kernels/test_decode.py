@@ -35,6 +35,7 @@ CALLS = {
         q_length=T,
         kv_length=T,
     ),
+    "chunked": Call(AttentionSpec(window=WINDOW, chunked=True), q_length=T, kv_length=T),
     "full-from": Call(AttentionSpec(window=WINDOW), ("full_from_row",), q_length=T, kv_length=T),
     "sigmoid": Call(
         AttentionSpec(window=WINDOW, activation="sigmoid"), ("alibi_slopes", "sigmoid_bias"), q_length=T, kv_length=T
@@ -82,10 +83,10 @@ def test_decode_equals_forward(implementation, call, tokens):
 
 
 @every_implementation
-@pytest.mark.parametrize("num_sink_tokens", [0, 2])
-def test_ring_cache_equals_forward(implementation, num_sink_tokens):
+@pytest.mark.parametrize(("num_sink_tokens", "chunked"), [(0, False), (2, False), (2, True)])
+def test_ring_cache_equals_forward(implementation, num_sink_tokens, chunked):
     """A cache of window + sink tokens: the sink tokens first, then a ring; empty slots have position -1."""
-    spec = AttentionSpec(window=WINDOW, num_sink_tokens=num_sink_tokens)
+    spec = AttentionSpec(window=WINDOW, num_sink_tokens=num_sink_tokens, chunked=chunked)
     call = Call(spec, q_length=T, kv_length=T)
     (q, k, v), _ = by_name(call)
     forward = attention(q, k, v, spec, implementation="reference")

@@ -48,6 +48,7 @@ CALLS = {
     "bidirectional": call(AttentionSpec(window=40, causal=False)),
     "window": call(WINDOW),
     "sink-tokens": call(AttentionSpec(window=40, num_sink_tokens=4)),
+    "chunked": call(AttentionSpec(window=40, num_sink_tokens=4, chunked=True)),
     "full-heads": call(WINDOW, ("full_heads",)),
     "full-from": call(WINDOW, ("full_from_row",)),
     "softcap-alibi-sink-logits": call(AttentionSpec(logit_softcap=30.0), ("alibi_slopes", "sink_logits")),

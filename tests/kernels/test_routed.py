@@ -30,6 +30,7 @@ CALLS = {
         PACKED_ROWS,
     ),
     "full-heads": Call(AttentionSpec(window=11), ("full_heads",)),
+    "chunked": Call(AttentionSpec(window=7, num_sink_tokens=2, chunked=True), (), PACKED_ROWS),
     "bfloat16": dataclasses.replace(PLAIN, dtype="bfloat16"),
 }
 
@@ -37,7 +38,10 @@ CALLS = {
 @every_implementation
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if name.endswith("everything") else pytest.mark.long) for name in CALLS],
+    [
+        pytest.param(name, marks=pytest.mark.slow if name.endswith(("everything", "chunked")) else pytest.mark.long)
+        for name in CALLS
+    ],
 )
 def test_routed(implementation, name):
     assert_matches_routed(CALLS[name], implementation, gates("soft"), gates("some"))

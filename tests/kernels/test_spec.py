@@ -99,6 +99,48 @@ MASKS = {
         ##....##
         """,
     ),
+    "chunked": (
+        AttentionSpec(window=3, chunked=True),
+        {},
+        """
+        #.......
+        ##......
+        ###.....
+        ...#....
+        ...##...
+        ...###..
+        ......#.
+        ......##
+        """,
+    ),
+    "chunked-bidirectional-sink-tokens": (
+        AttentionSpec(window=3, num_sink_tokens=1, causal=False, chunked=True),
+        {},
+        """
+        ###.....
+        ###.....
+        ###.....
+        #..###..
+        #..###..
+        #..###..
+        #.....##
+        #.....##
+        """,
+    ),
+    "chunked-packed-counts-from-the-first-token-of-the-segment": (
+        AttentionSpec(window=2, chunked=True),
+        {"q_segment_ids": [[0, 1, 1, 1, 2, 2, 2, 2]], "full_from": [[9, 3]]},
+        """
+        ........
+        .#......
+        .##.....
+        ...#....
+        ....#...
+        ....##..
+        ......#.
+        ....####
+        """,
+    ),
     "full-from": (
         AttentionSpec(window=2),
         {"full_from": [5]},
@@ -179,7 +221,7 @@ def test_mask(spec, options, expected):
 
 
 def test_a_full_head_sees_everything_causal():
-    spec = AttentionSpec(window=2, num_sink_tokens=1)
+    spec = AttentionSpec(window=2, num_sink_tokens=1, chunked=True)
     np.testing.assert_array_equal(spec.full.mask(8)[0], picture(CAUSAL))
     assert spec.full == AttentionSpec()
 
@@ -233,6 +275,8 @@ def test_spec_is_hashable_and_equal_by_value():
         ({"logit_softcap": 0}, "logit_softcap is 0; it must be a positive finite number or None"),
         ({"scale": float("nan")}, "scale is nan"),
         ({"causal": 1}, "causal is 1; it must be True or False"),
+        ({"chunked": 1, "window": 4}, "chunked is 1; it must be True or False"),
+        ({"chunked": True}, "chunked is True, but window is None; it must be the length of a chunk"),
     ],
 )
 def test_spec_refuses(fields, sentence):

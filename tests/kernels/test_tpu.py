@@ -25,6 +25,8 @@ SPECS = {
     "full": AttentionSpec(),
     "bidirectional": AttentionSpec(causal=False),
     "window": AttentionSpec(11),
+    "chunked": AttentionSpec(11, chunked=True),
+    "chunked-bidirectional": AttentionSpec(11, causal=False, chunked=True),
     "window-bidirectional": AttentionSpec(11, causal=False),
     "window-that-misses-one-corner-of-a-block": AttentionSpec(15),
     "sinks": AttentionSpec(9, 3),
@@ -94,9 +96,13 @@ def test_window_tiles_cover_the_window_without_whole_tiles_of_waste(window, stri
                 assert tile.offset + tile.size <= 16
 
 
-@pytest.mark.parametrize("change", ["none", "positions", "full_from", "lengths", "sinks in segments", "long"])
+@pytest.mark.parametrize(
+    "change", ["none", "positions", "full_from", "lengths", "sinks in segments", "long", "chunked"]
+)
 def test_window_kernel_serves_default_positions_and_moderate_windows(change):
-    spec = AttentionSpec(2049 if change == "long" else 11, 2 if change == "sinks in segments" else 0)
+    spec = AttentionSpec(
+        2049 if change == "long" else 11, 2 if change == "sinks in segments" else 0, chunked=change == "chunked"
+    )
     options = {
         "positions": {"q_positions": np.arange(48)[None]},
         "full_from": {"full_from": np.array([4])},
@@ -104,7 +110,7 @@ def test_window_kernel_serves_default_positions_and_moderate_windows(change):
     }
     where = coordinates(48, 40 if change == "lengths" else 48, **options.get(change, {}))
     call = KernelCall(spec, Tiles(16, 16, strip=8, tile=8), indexed=launches.is_indexed(where))
-    assert window_kernel_serves(call, where) == (change not in ("positions", "lengths", "long"))
+    assert window_kernel_serves(call, where) == (change not in ("positions", "lengths", "long", "chunked"))
 
 
 def test_the_longest_window_of_the_window_kernel_depends_on_the_chip_and_the_size_of_a_row():

@@ -59,8 +59,12 @@ def test_window_with_sink_tokens():
 @st.composite
 def calls(draw):
     """A spec and coordinates of packed rows of up to 6 blocks of 4."""
+    window = draw(st.none() | st.integers(1, 20))
     spec = AttentionSpec(
-        window=draw(st.none() | st.integers(1, 20)), num_sink_tokens=draw(st.integers(0, 6)), causal=draw(st.booleans())
+        window=window,
+        num_sink_tokens=draw(st.integers(0, 6)),
+        causal=draw(st.booleans()),
+        chunked=window is not None and draw(st.booleans()),
     )
     length = 4 * draw(st.integers(1, 6))
     options = {}

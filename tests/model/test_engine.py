@@ -15,7 +15,7 @@ from swa_jax.model.prefixes import Prefix, PrefixStore
 
 NEW = 10
 QUICK = ("every-kind", "head-hybrid", "shared-keys")
-SLOW = ("window", "switch", "experts", "swat-every-kind", "every-kind+fa-decode")
+SLOW = ("chunked", "window", "switch", "experts", "swat-every-kind", "every-kind+fa-decode")
 
 
 def some(slow=SLOW):

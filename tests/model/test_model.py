@@ -65,7 +65,7 @@ teacher_forced = nnx.jit(through_the_cache, static_argnames="max_length")
         pytest.param(
             name,
             marks=[]
-            if name in ("every-kind", "head-hybrid")
+            if name in ("every-kind", "head-hybrid", "chunked")
             else pytest.mark.slow
             if name in ("experts", "swat-every-kind", "every-kind+fa-decode")
             else pytest.mark.long,

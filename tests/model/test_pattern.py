@@ -166,6 +166,10 @@ def test_json_round_trip(name, tmp_path):
         ({"full_kv_heads": [[0.5], [], [], []]}, "the pattern: 'full_kv_heads.0.0' must be int, got 0.5"),
         ({"layer_types": "window"}, "the pattern: 'layer_types' must be a list, got 'window'"),
         ({"sliding_window": 0}, "the pattern: sliding_window must be at least 1"),
+        (
+            {"layer_types": ["chunked_attention", "sliding_attention", *["full_attention"] * 2]},
+            "the pattern: layer_types has chunked_attention: all other layers must be full_attention",
+        ),
     ],
 )
 def test_wrong_json(change, sentence):
@@ -227,7 +231,7 @@ def test_hugging_face_layer_types_are_checked():
     config = {"model_type": "ministral", "num_hidden_layers": 4, "sliding_window": 8}
     with pytest.raises(ConfigError, match="layer_types has 3 entries for 4 layers"):
         hf_pattern(config | {"layer_types": [FULL] * 3})
-    with pytest.raises(ConfigError, match=r"layer_types\[0\] is 'chunked_attention'"):
+    with pytest.raises(ConfigError, match=r"layer_types\[0\] is 'chunked_attention'; supported"):
         hf_pattern(config | {"layer_types": ["chunked_attention"] * 4})
 
 

@@ -134,6 +134,7 @@ def test_batches_and_heads_that_do_not_divide_are_named():
 def test_operations_are_counted():
     assert visible_keys(np.arange(6), 3).tolist() == [1, 2, 3, 3, 3, 3]
     assert visible_keys(np.arange(6), 3, 2).tolist() == [1, 2, 3, 4, 5, 5]
+    assert visible_keys(np.arange(8), 3, 2, chunked=True).tolist() == [1, 2, 3, 3, 4, 5, 3, 4]
     full = AttentionPattern.from_recipe("full", MODEL)
     half = AttentionPattern.from_recipe("interleave-1-in-2", MODEL, sliding_window=3)
     one_key = 4 * 4 * 8  # head_dim 8, 4 heads

@@ -291,6 +291,7 @@ def has_default_positions(call: Call, where: Coordinates) -> bool:
     """Whether the visible pairs follow from indices alone, but for the edges of documents."""
     return (
         call.spec.causal
+        and call.spec.banded
         and (call.indexed or call.order is not None)
         and where.full_rows is None
         and call.tiles.q_block == call.tiles.kv_block

@@ -159,7 +159,8 @@ def tile_mask(call: Call, has_segments: bool, has_full_rows: bool, query, key, s
         return jnp.broadcast_to(x, shape) if wanted else None
 
     spec = call.spec
-    if call.outside and spec.window is not None and spec.causal and not (spec.num_sink_tokens or has_full_rows):
+    band = spec.window is not None and spec.causal and spec.banded
+    if call.outside and band and not (spec.num_sink_tokens or has_full_rows):
         # One comparison: padding keys come behind every query, and padding queries before every key.
         key_pos = jnp.where(key[0] < 0, jnp.iinfo(jnp.int32).max, key[0])
         seen = spread(key_pos) <= spread(query[0] - spec.window)

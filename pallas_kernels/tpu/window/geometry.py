@@ -25,13 +25,14 @@ class WindowTile(NamedTuple):
 
 
 def window_kernel_serves(call: Call, where: Coordinates) -> bool:
-    """Whether positions are indexes and all rows have a causal window of moderate length; full rows see more, which
+    """Whether positions are indexes and all rows have a causal band of moderate length; full rows see more, which
     another pass adds."""
     spec = call.spec
     return (
         spec.window is not None
         and spec.window <= call.max_window
         and spec.causal
+        and spec.banded
         and not call.outside
         and call.indexed
         and call.tiles.q_block == call.tiles.kv_block
