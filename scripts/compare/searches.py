@@ -33,6 +33,7 @@ from swa_jax.evaluate.nll import answer_nll
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.window import Window
 from swa_jax.select import LayerScorer, MaskEvaluator
 from swa_jax.select.greedy_heads import greedy_heads
 from swa_jax.select.heads import head_pattern
@@ -76,24 +77,23 @@ def draw(name: str, folder: Path, tokenizer: Tokenizer, length: int, count: int,
 
 
 def ranked(
-    unit: str, model: Decoder, examples: Sequence[Example], budget: int, tried: int | None, **windowed: int
+    unit: str, model: Decoder, examples: Sequence[Example], budget: int, tried: int | None, window: Window
 ) -> list[Any]:
     """Layers, or pairs of a layer and a KV head, in the order in which the search makes them full."""
-    options: dict[str, Any] = {"full_attention_decode": False, **windowed}
     if unit == "layers":
-        rounds = LayerScorer(model, examples, **options).greedy(budget, tried=tried)
+        rounds = LayerScorer(model, examples, window).greedy(budget, tried=tried)
         return [int(layer) for scores in rounds for layer in scores.picked]
-    evaluate = MaskEvaluator(model, examples, **options)
+    evaluate = MaskEvaluator(model, examples, window)
     order = greedy_heads(evaluate, budget, tried=tried or math.prod(evaluate.shape)).order
     return [[int(layer), int(head)] for layer, head in order]
 
 
-def with_full(unit: str, config: ModelConfig, full: Sequence[Any], window: int, sinks: int) -> AttentionPattern:
+def with_full(unit: str, config: ModelConfig, full: Sequence[Any], window: Window) -> AttentionPattern:
     if unit == "layers":
-        return AttentionPattern.from_full_layers(full, config.num_hidden_layers, window, num_sink_tokens=sinks)
+        return AttentionPattern.from_full_layers(full, config.num_hidden_layers, **window.fields)
     mask = np.zeros((config.num_hidden_layers, config.common_kv_heads), bool)
     mask[tuple(np.transpose(full))] = True
-    return head_pattern(mask, window, sinks, {})
+    return head_pattern(mask, window)
 
 
 def comparison(options: argparse.Namespace) -> Comparison:
@@ -104,17 +104,19 @@ def comparison(options: argparse.Namespace) -> Comparison:
         for seed, count in enumerate((options.prompts, options.others))
     )
 
+    def window(sinks: int) -> Window:
+        return Window(options.window, sinks, False)
+
     def losses(order: list[Any], sinks: int) -> list[list[float]]:
         """Of each budget, each prompt's."""
-        windowed = [with_full(options.unit, load().config, order[:n], options.window, sinks) for n in options.budgets]
+        windowed = [with_full(options.unit, load().config, order[:n], window(sinks)) for n in options.budgets]
         found = [answer_nll(load().with_pattern(one), others, full_attention_decode=False) for one in windowed]
         return [np.asarray(loss, float).tolist() for loss in found]
 
     def work(scheme: Scheme, sinks: int) -> dict[str, Any]:
         model, some = load(), choosing[:: scheme.share]
-        windowed = {"sliding_window": options.window, "num_sink_tokens": sinks}
         begin = time.process_time()
-        order = ranked(options.unit, model, some, max(options.budgets), scheme.tried, **windowed)
+        order = ranked(options.unit, model, some, max(options.budgets), scheme.tried, window(sinks))
         took = time.process_time() - begin
         again = {str(n): losses(order, n) for n in options.sink_tokens[1:]} if sinks == options.sink_tokens[0] else {}
         return {"order": order, "took": took, "losses": losses(order, sinks), "with sink tokens": again}

@@ -13,7 +13,6 @@ from typer import Option
 
 from swa_jax.cli.groups import Options
 from swa_jax.cli.options import (
-    NO_WINDOW,
     OUTPUT,
     PATTERN,
     PROMPTS,
@@ -27,13 +26,12 @@ from swa_jax.cli.options import (
     Length,
     Model,
     NumKeys,
-    Overrides,
     PromptKind,
     Seed,
     ServeLength,
     Server,
     SinkTokens,
-    Window,
+    WindowSize,
     find_model,
     load_checkpoint,
     note_context,
@@ -43,6 +41,7 @@ from swa_jax.cli.options import (
 from swa_jax.errors import ConfigError
 from swa_jax.families.pattern_files import is_pattern_file
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.window import Window
 from swa_jax.select.methods import DEFAULT, METHODS, find_method
 from swa_jax.select.separation import By
 
@@ -66,7 +65,7 @@ class Candidates(Options):
             rich_help_panel=PATTERN,
         ),
     ] = None
-    window: Window = None
+    window: WindowSize = None
     sink_tokens: SinkTokens = None
     fa_decode: FullDecode = None
     eval_window: Annotated[
@@ -83,16 +82,16 @@ class Candidates(Options):
 
     def patterns(self, own: AttentionPattern, config: ModelConfig) -> list[tuple[str, AttentionPattern]]:
         """By name: `full`, what is named, and `window` unless all that is named brings its own window."""
-        window = self.known_window(own)
+        window = self.given.of(own.window, needed=False).size
         named = self.pattern or []
         own_windows = window is None and named and all(name == "full" or is_pattern_file(name) for name in named)
         sources = list(dict.fromkeys(["full", *([] if own_windows else ["window"]), *named]))
-        window_scored = self.window if self.eval_window is None else self.eval_window
-        overrides = Overrides(window_scored, self.sink_tokens, self.fa_decode)
-        return list(zip(sources, resolve_patterns(sources, config, overrides, window), strict=True))
+        scored = Window(self.eval_window).of(self.given, needed=False)
+        return list(zip(sources, resolve_patterns(sources, config, scored, window), strict=True))
 
-    def known_window(self, own: AttentionPattern) -> int | None:
-        return own.sliding_window if self.window is None else self.window
+    @property
+    def given(self) -> Window:
+        return Window(self.window, self.sink_tokens, self.fa_decode)
 
 
 @dataclasses.dataclass
@@ -232,25 +231,20 @@ def compare(
     decoder, tokenizer = load_checkpoint(model, dtype)
     own = decoder.pattern
     memory = counted.memory(model, decoder.config, prompts.length)
-    window = candidates.known_window(own)
-    if window is None and methods:
-        raise ConfigError(NO_WINDOW)
+    chosen = dataclasses.replace(candidates.given, full_decode=bool(candidates.fa_decode))
+    window = chosen.of(own.window, needed=bool(methods))
     patterns = candidates.patterns(own, decoder.config)
     kind = prompts.kind.of(model)
     scored_on = kind.draw(tokenizer, prompts.held_out, HELD_OUT_SEED + prompts.seed)
     note_context(decoder.config, prompts.length)
     note_whole_prompts(patterns, max(len(example.prompt) for example in scored_on))
-    sink_tokens = candidates.sink_tokens
     with Progress("patterns") as progress:
         rows = run(
             decoder, patterns, scored_on, out,
             methods=methods, ratios=choice.ratios, seeds=range(prompts.seed, prompts.seed + choice.seeds),
             draw=lambda number: kind.draw(tokenizer, prompts.examples, number),
-            sliding_window=window,
-            num_sink_tokens=own.num_sink_tokens if sink_tokens is None else sink_tokens,
-            full_attention_decode=bool(candidates.fa_decode),
-            eval_window=candidates.eval_window, iterations=choice.iterations, by=choice.by, batch_size=batch_size,
-            weights=weights_sum(model), settings=prompts.settings(model, kind), force=force,
+            window=window, eval_window=candidates.eval_window, iterations=choice.iterations, by=choice.by,
+            batch_size=batch_size, weights=weights_sum(model), settings=prompts.settings(model, kind), force=force,
             report=lambda line: progress.console.print(line, highlight=False, soft_wrap=True),
             progress=progress.update,
         )  # fmt: skip
@@ -259,7 +253,7 @@ def compare(
         rows = _counted(rows, memory, candidates.eval_window)
         where = f"KV cache of {memory.length} tokens {memory.place}"
         typer.echo(memory.steps, nl=bool(memory.steps))
-    _show(rows, choice.against, _title_window(patterns, window), out, where)
+    _show(rows, choice.against, _title_window(patterns, window.size), out, where)
 
 
 def _counted(rows: Sequence[dict[str, Any]], memory: Memory, eval_window: int | None) -> list[dict[str, Any]]:
@@ -268,7 +262,7 @@ def _counted(rows: Sequence[dict[str, Any]], memory: Memory, eval_window: int | 
     for row in rows:
         pattern = AttentionPattern.from_json(json.dumps(row["pattern"]))
         if "ratio" in row and eval_window is not None:  # what a method chose, and under which window it was scored
-            pattern = dataclasses.replace(pattern, sliding_window=eval_window)
+            pattern = pattern.with_window(Window(eval_window))
         try:
             found.append(row | {"kv_cache_bytes": memory.bytes(pattern)})
         except ConfigError as error:
