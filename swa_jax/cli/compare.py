@@ -21,7 +21,6 @@ from swa_jax.cli.options import (
     Chains,
     Chat,
     ComputeDtype,
-    FullDecode,
     Haystack,
     Length,
     Model,
@@ -30,8 +29,7 @@ from swa_jax.cli.options import (
     Seed,
     ServeLength,
     Server,
-    SinkTokens,
-    WindowSize,
+    WindowGiven,
     find_model,
     load_checkpoint,
     note_context,
@@ -65,9 +63,6 @@ class Candidates(Options):
             rich_help_panel=PATTERN,
         ),
     ] = None
-    window: WindowSize = None
-    sink_tokens: SinkTokens = None
-    fa_decode: FullDecode = None
     eval_window: Annotated[
         int | None,
         Option(
@@ -80,18 +75,16 @@ class Candidates(Options):
         ),
     ] = None
 
-    def patterns(self, own: AttentionPattern, config: ModelConfig) -> list[tuple[str, AttentionPattern]]:
-        """By name: `full`, what is named, and `window` unless all that is named brings its own window."""
-        window = self.given.of(own.window, needed=False).size
-        named = self.pattern or []
-        own_windows = window is None and named and all(name == "full" or is_pattern_file(name) for name in named)
-        sources = list(dict.fromkeys(["full", *([] if own_windows else ["window"]), *named]))
-        scored = Window(self.eval_window).of(self.given, needed=False)
-        return list(zip(sources, resolve_patterns(sources, config, scored, window), strict=True))
+    def patterns(self, given: Window, own: int | None, config: ModelConfig) -> list[tuple[str, AttentionPattern]]:
+        """By name: `full`, what is named, and `window` unless all that is named brings its own window.
 
-    @property
-    def given(self) -> Window:
-        return Window(self.window, self.sink_tokens, self.fa_decode)
+        `given` wins over what they say; recipes have the window `own` where it names none.
+        """
+        named = self.pattern or []
+        own_windows = own is None and named and all(name == "full" or is_pattern_file(name) for name in named)
+        sources = list(dict.fromkeys(["full", *([] if own_windows else ["window"]), *named]))
+        scored = Window(self.eval_window).of(given, needed=False)
+        return list(zip(sources, resolve_patterns(sources, config, scored, own), strict=True))
 
 
 @dataclasses.dataclass
@@ -208,6 +201,7 @@ def compare(
     model: Model,
     out: Annotated[Path, Option(help="A folder for results, patterns and the picture.", rich_help_panel=OUTPUT)],
     candidates: Candidates,
+    window: WindowGiven,
     choice: Choice,
     prompts: Prompts,
     counted: Counted,
@@ -229,11 +223,9 @@ def compare(
 
     model = find_model(model)
     decoder, tokenizer = load_checkpoint(model, dtype)
-    own = decoder.pattern
     memory = counted.memory(model, decoder.config, prompts.length)
-    chosen = dataclasses.replace(candidates.given, full_decode=bool(candidates.fa_decode))
-    window = chosen.of(own.window, needed=bool(methods))
-    patterns = candidates.patterns(own, decoder.config)
+    whole = window.value.of(decoder.pattern.window, needed=bool(methods))
+    patterns = candidates.patterns(window.value, whole.size, decoder.config)
     kind = prompts.kind.of(model)
     scored_on = kind.draw(tokenizer, prompts.held_out, HELD_OUT_SEED + prompts.seed)
     note_context(decoder.config, prompts.length)
@@ -243,7 +235,7 @@ def compare(
             decoder, patterns, scored_on, out,
             methods=methods, ratios=choice.ratios, seeds=range(prompts.seed, prompts.seed + choice.seeds),
             draw=lambda number: kind.draw(tokenizer, prompts.examples, number),
-            window=window, eval_window=candidates.eval_window, iterations=choice.iterations, by=choice.by,
+            window=whole, eval_window=candidates.eval_window, iterations=choice.iterations, by=choice.by,
             batch_size=batch_size, weights=weights_sum(model), settings=prompts.settings(model, kind), force=force,
             report=lambda line: progress.console.print(line, highlight=False, soft_wrap=True),
             progress=progress.update,
@@ -253,7 +245,7 @@ def compare(
         rows = _counted(rows, memory, candidates.eval_window)
         where = f"KV cache of {memory.length} tokens {memory.place}"
         typer.echo(memory.steps, nl=bool(memory.steps))
-    _show(rows, choice.against, _title_window(patterns, window.size), out, where)
+    _show(rows, choice.against, _title_window(patterns, whole.size), out, where)
 
 
 def _counted(rows: Sequence[dict[str, Any]], memory: Memory, eval_window: int | None) -> list[dict[str, Any]]:

@@ -11,30 +11,9 @@ import typer
 from typer import Option
 
 from swa_jax.cli.groups import expand
-from swa_jax.cli.options import (
-    BatchSize,
-    ComputeDtype,
-    Model,
-    SinkTokens,
-    WindowSize,
-    find_model,
-    load_checkpoint,
-    parse_mesh,
-)
-from swa_jax.cli.select_options import (
-    METHOD,
-    Budget,
-    Examples,
-    FaDecode,
-    Force,
-    Mesh,
-    Out,
-    ResumeFile,
-    check_out,
-    write_choice,
-)
+from swa_jax.cli.options import BatchSize, ComputeDtype, Model, WindowGiven, find_model, load_checkpoint, parse_mesh
+from swa_jax.cli.select_options import METHOD, Budget, Examples, Force, Mesh, Out, ResumeFile, check_out, write_choice
 from swa_jax.errors import ConfigError
-from swa_jax.model.window import Window
 from swa_jax.select.methods import BY_PLACE, DEFAULT, METHODS, Method, choose
 from swa_jax.select.task import Task
 from swa_jax.settings import nearest
@@ -69,9 +48,7 @@ def select(
     out: Out,
     budget: Budget,
     examples: Examples,
-    window: WindowSize = None,
-    sink_tokens: SinkTokens = None,
-    fa_decode: FaDecode = False,
+    window: WindowGiven,
     resume_file: ResumeFile = None,
     mesh: Mesh = None,
     batch_size: BatchSize = 8,
@@ -88,8 +65,8 @@ def select(
     partition = None if mesh is None else parse_mesh(mesh)
     folder = find_model(model)
     source = open_checkpoint(folder)
-    pattern, config = source.pattern, source.config
-    whole = Window(window, sink_tokens, fa_decode).of(pattern.window)
+    config = source.config
+    whole = window.value.of(source.pattern.window)
     ratio = budget.ratio_of(method.chooses, config, source.hf_config, examples.length, whole)
     bare = cast("Decoder", source)  # its config is what methods by place read
     task = Task(bare, [], whole, batch_size, examples.seed, partition=partition, force=force)

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 METHOD = "Method"  # a panel: the options of one method's own
 
 Out = Annotated[Path, Option(help="The pattern's JSON file. The picture goes beside it.", rich_help_panel=OUTPUT)]
-FaDecode = Annotated[bool, Option("--fa-decode", help="Answers see everything.", rich_help_panel=PATTERN)]
 Force = Annotated[bool, Option("--force", help="Choose also where the prompts tell nothing.", rich_help_panel=OUTPUT)]
 ResumeFile = Annotated[
     Path | None,

@@ -34,7 +34,8 @@ def choose_pattern(
 ) -> AttentionPattern:
     """The pattern for a model whose own is `own`: that, or a pattern object, or what `read_pattern` reads.
 
-    What is given of `window` wins over it. Raises `ConfigError` as `read_pattern`, and for a window of no layer.
+    What is given of `window` wins over it. Raises `ConfigError` as `read_pattern`, and for a window that an own pattern
+    of full layers alone would not show.
     """
     if source is None and any(window.fields.values()) and set(own.layer_types) == {FULL}:
         raise ConfigError(

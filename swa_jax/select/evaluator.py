@@ -42,8 +42,8 @@ class MaskEvaluator:
       window: that of the windowed heads; what it does not give is the model's own.
       by: "loss" scores a mask by the geometric mean of the probabilities of the answers' tokens, an example's mean
         counting as one. The paper's accuracy says nothing where a model gets few answers right, or all of them.
-      file: a JSON file that keeps the scores, written every few seconds and by `save`. An interrupted search that is
-        started again finds them there.
+      file: a JSON file that keeps the scores, written as they come. An interrupted search that is started
+        again finds them there.
       weights: with `file`, the sum of the weights, as in `content_key`. None computes it from the model's arrays.
 
     Raises:
