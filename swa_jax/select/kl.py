@@ -52,7 +52,7 @@ def kl_scores(
     pattern = AttentionPattern(kinds * layers, **window.fields)
     graph, weights = nnx.split(model.with_pattern(pattern))
 
-    def plan(full: np.ndarray) -> LayerPlan:
+    def plan_of(full: np.ndarray) -> LayerPlan:
         shapes = zip(full, config.head_shapes, strict=True)
         rows = tuple(tuple(np.flatnonzero(row[:count]).tolist()) for row, (count, _) in shapes)
         return layer_plan(dataclasses.replace(pattern, full_kv_heads=rows), config, kinds)
@@ -65,9 +65,9 @@ def kl_scores(
     batches = list(answer_batches(examples, batch_size, pattern.full_attention_decode))
     sums, done = np.zeros(len(masks)), 0
     for index, batch in batches:
-        everything = _features(graph, weights, batch, plan(np.ones((layers, heads), bool)), kinds)
+        everything = _features(graph, weights, batch, plan_of(np.ones((layers, heads), bool)), kinds)
         for i, full in enumerate(masks):
-            kl = _kl(graph, weights, batch, plan(full), kinds, everything)
+            kl = _kl(graph, weights, batch, plan_of(full), kinds, everything)
             sums[i] += np.asarray(kl, np.float64)[: len(index)].sum()
             done += 1
             if progress:
