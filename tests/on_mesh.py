@@ -31,6 +31,7 @@ from swa_jax.model.mesh_attention import attention_on_mesh
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sequence_order import zigzag
 from swa_jax.model.sharding import MeshConfig, Partition, ShardingRules, make_mesh
+from swa_jax.model.window import Window
 from swa_jax.select import LayerScorer, nll_deltas
 from swa_jax.settings import from_dict
 from swa_jax.train.config import TrainConfig
@@ -427,10 +428,10 @@ def check_selection() -> None:
         Example(rng.integers(64, size=n).tolist(), rng.integers(64, size=3).tolist(), [])
         for n in (40, 33, 52, 45, 38, 5)
     ]
-    options = {"sliding_window": 6, "num_sink_tokens": 1, "toggles_at_once": 2}
-    plain = nll_deltas(model, examples, sliding_window=6, num_sink_tokens=1, reuse=False)
+    options = {"window": Window(6, 1, True), "toggles_at_once": 2}
+    plain = nll_deltas(model, examples, Window(6, 1, True), reuse=False)
     assert (np.abs(plain.deltas[:-1]).max(0) > 1e-3).all()
-    named = LayerScorer(model, examples, sliding_window=6, num_sink_tokens=1).gradient([1])
+    named = LayerScorer(model, examples, Window(6, 1, True)).gradient([1])
     assert (np.abs(named[[0, 2]]) > 1e-4).all()
     for name in ("8x1x1x1", "1x8x1x1", "2x2x1x2", "1x2x2x2"):
         partition = Partition(make_mesh(MESHES[name]))

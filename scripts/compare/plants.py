@@ -13,6 +13,7 @@ import numpy as np
 
 from scripts.compare.runner import ROOT, Cell, Comparison, Done, markdown, told
 from swa_jax.estimates import bootstrap
+from swa_jax.model.window import Window
 from swa_jax.select.heads import head_mask
 from swa_jax.select.methods import METHODS, choose
 from swa_jax.select.task import Task
@@ -39,7 +40,7 @@ def comparison(options: argparse.Namespace) -> Comparison:
 def work(method: str, name: str, seed: int, examples: int) -> dict[str, Any]:
     plant = Plant(placement(name, seed))
     drawn = plant.examples(examples, seed)
-    task = Task(plant.model(seed=seed), drawn, WINDOW_SIZE, batch_size=examples, seed=seed, force=True)
+    task = Task(plant.model(seed=seed), drawn, Window(WINDOW_SIZE), batch_size=examples, seed=seed, force=True)
     (pattern,) = choose(method, task, [RATIO])
     return {"hits": plant.hits(head_mask(pattern, KV_HEADS)), "masks": pattern.provenance.get("evaluations")}
 

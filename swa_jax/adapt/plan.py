@@ -149,7 +149,7 @@ def operations(job: Job) -> Clock:
     config, length = job.source.config, job.length
     head = 2.0 * config.hidden_size * config.vocab_size
     matrices = (2.0 * matrix_parameters(config) - head) * length / config.num_hidden_layers
-    window = AttentionPattern((WINDOW,) * config.num_hidden_layers, job.space.start.sliding_window)
+    window = AttentionPattern((WINDOW,) * config.num_hidden_layers, job.space.start.window.size)
     full = AttentionPattern((FULL,) * config.num_hidden_layers)
     attention = [
         float(attention_flops(config, pattern, np.arange(length)).sum()) / config.num_hidden_layers
@@ -180,7 +180,7 @@ def time_layers(job: Job, length: int) -> Clock:
 
     Where layers differ, it is one of those that are most."""
     config, dtype = job.source.config, jnp.dtype(job.dtype)
-    window = min(job.space.start.sliding_window, length)
+    window = min(job.space.start.window.keys, length)
     pattern = AttentionPattern((WINDOW,) * config.num_hidden_layers, window)
     kinds = (FULL, WINDOW)
     plan = layer_plan(pattern, config, kinds)
@@ -263,11 +263,11 @@ def _faster(job: Job, clock: Clock, total: float) -> list[str]:
         quick = EFFORTS["quick"]
         ways["--effort quick"] = sum(estimate(job, clock, quick).values())
     shorter = job.length // 2
-    if shorter >= 256 and min(values["sliding_window"]) < shorter:
+    if shorter >= 256 and min(values["size"]) < shorter:
         ways[f"--length {shorter}"] = sum(estimate(job, time_layers(job, shorter)).values())
-    if len(values["sliding_window"]) > 1:
-        window = job.space.start.sliding_window
-        space = dataclasses.replace(job.space, values={**values, "sliding_window": (window,)})
+    if len(values["size"]) > 1:
+        window = job.space.start.window.size
+        space = dataclasses.replace(job.space, values={**values, "size": (window,)})
         ways[f"--window {window}"] = sum(estimate(dataclasses.replace(job, space=space), clock).values())
     if settings.server is not None and settings.canary:
         ways["--no-canary"] = total - estimate(job, clock)["canary"]
@@ -296,12 +296,12 @@ def _described(tasks: list[Task]) -> str:
 
 def _searched(job: Job) -> str:
     values = job.space.values
-    windows = ", ".join(map(str, values["sliding_window"]))
+    windows = ", ".join(map(str, values["size"]))
     kinds = [
         f"windows of {windows}",
         f"full {job.settings.unit} {' or '.join(HOW.get(layout, 'nowhere') for layout in values['layout'])}",
-        *(["with and without sink tokens"] if len(values["num_sink_tokens"]) > 1 else []),
-        *(["with and without full-attention decode"] if len(values["full_attention_decode"]) > 1 else []),
+        *(["with and without sink tokens"] if len(values["sink_tokens"]) > 1 else []),
+        *(["with and without full-attention decode"] if len(values["full_decode"]) > 1 else []),
     ]
     count, examples = job.space.num_candidates(job.effort.turns), num_examples(job.tasks.choosing)
     return "; ".join([*kinds, f"about {count} candidates on {examples} examples"])

@@ -25,6 +25,7 @@ from swa_jax.errors import ConfigError
 from swa_jax.files import Store, digest
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.window import Window
 from swa_jax.select.heads import head_pattern, heuristic_mask
 from swa_jax.select.methods import DEFAULT, Ranking, rank
 from swa_jax.select.nll import EXACT_BELOW, TRIED
@@ -78,9 +79,18 @@ class Point:
     """A candidate before it is known how many layers the budget leaves full."""
 
     layout: str
-    sliding_window: int
-    num_sink_tokens: int = 0
-    full_attention_decode: bool = False
+    window: Window
+
+    def at(self, name: str, value: Any) -> Point:
+        """The same but for one coordinate: the layout, or a field of the window."""
+        if name == "layout":
+            return Point(value, self.window)
+        return Point(self.layout, dataclasses.replace(self.window, **{name: value}))
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """In results."""
+        return {"layout": self.layout, **self.window.fields}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +104,7 @@ class Space:
     """
 
     start: Point
-    values: Mapping[str, tuple[Any, ...]]  # by field of `Point`
+    values: Mapping[str, tuple[Any, ...]]  # by coordinate of `Point`
     left_out: tuple[str, ...]
     most: int = 0
 
@@ -122,23 +132,23 @@ def find_space(memory: Memory, budget: float, windows: Sequence[int], unit: Unit
             return None
 
     def possible(name: str, *values: Any) -> tuple[Any, ...]:
-        points = {value: dataclasses.replace(start, **{name: value}) for value in values}
+        points = {value: start.at(name, value) for value in values}
         return tuple(value for value, point in points.items() if full_heads(point) is not None)
 
     chosen = BY_HEADS if unit == "heads" else BY_LOSS
-    counts = {window: full_heads(Point(chosen, window)) for window in sorted(set(windows))}
-    fits = {window: count for window, count in counts.items() if count is not None}
+    counts = {size: full_heads(Point(chosen, Window(size, 0, False))) for size in sorted(set(windows))}
+    fits = {size: count for size, count in counts.items() if count is not None}
     if not fits:
         raise min(errors, key=lambda error: error.smallest if isinstance(error, BudgetError) else 0.0)
     # The window that leaves most of the model full; of equal ones the largest.
-    start = Point(chosen, max(fits, key=lambda window: (fits[window], window)))
-    sinks = possible("num_sink_tokens", SINK_TOKENS)
-    start = dataclasses.replace(start, num_sink_tokens=max(sinks, default=0))
+    start = Point(chosen, Window(max(fits, key=lambda size: (fits[size], size)), 0, False))
+    sinks = possible("sink_tokens", SINK_TOKENS)
+    start = start.at("sink_tokens", max(sinks, default=0))
     values = {
         "layout": (chosen, *possible("layout", *BY_PLACE, NONE)),
-        "sliding_window": tuple(fits),
-        "num_sink_tokens": (0, *sinks),
-        "full_attention_decode": (False, *possible("full_attention_decode", True)),
+        "size": tuple(fits),
+        "sink_tokens": (0, *sinks),
+        "full_decode": (False, *possible("full_decode", True)),
     }
     heads = 1 if chosen == BY_HEADS else memory.config.most_kv_heads
     return Space(start, values, tuple(left_out), max(fits.values()) // heads)
@@ -164,20 +174,13 @@ def fitting(point: Point, memory: Memory, budget: float, order: Sequence[Any] | 
             if order is not None:
                 mask = np.zeros((layers, heads), bool)
                 mask[tuple(np.array(order[:full], int).reshape(-1, 2).T)] = True
-            heads_pattern = head_pattern(mask, point.sliding_window, point.num_sink_tokens, {})
-            return dataclasses.replace(heads_pattern, full_attention_decode=point.full_attention_decode)
+            return head_pattern(mask, point.window)
         if point.layout in BY_PLACE:
             mask = heuristic_mask(point.layout, layers, 1, 1 - full / total)  # type: ignore[arg-type]
             chosen = np.flatnonzero(mask[:, 0]).tolist()
         else:
             chosen = list(range(layers) if order is None else order)[:full]
-        return AttentionPattern.from_full_layers(
-            chosen,
-            layers,
-            point.sliding_window,
-            num_sink_tokens=point.num_sink_tokens,
-            full_attention_decode=point.full_attention_decode,
-        )
+        return AttentionPattern.from_full_layers(chosen, layers, **point.window.fields)
 
     most = 0 if point.layout == NONE else total - 1  # with all of them full nothing is windowed
     return most_within(memory, budget, most, make)
@@ -185,7 +188,7 @@ def fitting(point: Point, memory: Memory, budget: float, order: Sequence[Any] | 
 
 def _full_heads(pattern: AttentionPattern, memory: Memory) -> int:
     """KV heads with full attention; full-attention decode does not count."""
-    plain = dataclasses.replace(pattern, full_attention_decode=False)
+    plain = pattern.with_window(Window(full_decode=False))
     return int(plain.full_cache_heads(memory.config.most_kv_heads).sum())
 
 
@@ -239,7 +242,7 @@ class Search:
         for _ in range(self.effort.turns):
             before = best
             for name, values in self.space.values.items():
-                others = [dataclasses.replace(best, **{name: one}) for one in values]
+                others = [best.at(name, one) for one in values]
                 best = min([best, *others], key=value)  # of equals the one there is
             if best == before:
                 break
@@ -261,12 +264,11 @@ class Search:
             for task in self.tasks
             for example in task.examples[: effort.rank_by if task.answers else max(1, effort.rank_by // ROWS_OF_TEXT)]
         ]
-        name = digest([self.key, dataclasses.asdict(start), effort.rank_by])[:8]
+        name = digest([self.key, start.said, effort.rank_by])[:8]
         task = Choice(
             self.model,
             examples,
-            start.sliding_window,
-            start.num_sink_tokens,
+            start.window,
             batch_size=self.batch_size,
             seed=self.seed,
             file=self.folder / f"ranked-{name}.jsonl",
@@ -302,7 +304,7 @@ class Search:
         if name not in self._scores.records:
             self._scores.add(name, **self._score(pattern))
         row = (
-            dataclasses.asdict(point)
+            point.said
             | self._scores.records[name]
             | {
                 "full_layers": list(pattern.full_layers),
@@ -338,11 +340,12 @@ class Search:
 
 
 def _title(point: Point, some_full: bool = True) -> str:
-    more = f", {point.num_sink_tokens} sink tokens" if point.num_sink_tokens else ""
-    more += ", full-attention decode" if point.full_attention_decode else ""
+    window = point.window
+    more = f", {window.sink_tokens} sink tokens" if window.sink_tokens else ""
+    more += ", full-attention decode" if window.full_decode else ""
     unit = "heads" if point.layout == BY_HEADS else "layers"
     chosen = f"full {unit} {HOW[point.layout]}" if some_full and point.layout in HOW else f"no full {unit}"
-    return f"window {point.sliding_window}, {chosen}{more}"
+    return f"window {window.size}, {chosen}{more}"
 
 
 def _reason(error: ConfigError) -> str:

@@ -237,10 +237,8 @@ class Run:
 
     def _doubts(self) -> Doubts:
         """What the tasks to choose by do not tell, by one more measurement: of windows in every layer."""
-        tasks, start = self.job.tasks.choosing, self.job.space.start
-        pattern = AttentionPattern.from_full_layers(
-            (), self.model.pattern.num_layers, start.sliding_window, num_sink_tokens=start.num_sink_tokens
-        )
+        tasks, window = self.job.tasks.choosing, self.job.space.start.window
+        pattern = AttentionPattern.from_full_layers((), self.model.pattern.num_layers, **window.fields)
         original = self.results.found["original"]["choosing"]
         return doubts(tasks, original, self._measure(self.model, pattern, tasks))
 

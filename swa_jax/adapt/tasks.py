@@ -23,6 +23,7 @@ from swa_jax.evaluate.needle import needle_examples
 from swa_jax.evaluate.nll import score_answers
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.window import Window
 from swa_jax.select.separation import indifference, weakness
 
 HOPS, RIVALS = (1, 2, 3), 3  # of the chains that the bundled model is asked for, wherever it is measured
@@ -194,14 +195,8 @@ def measure(
     """Every example of every task under a pattern, as plain JSON values. Text is read as a prompt is."""
     scores: Scores = {}
     for task in tasks:
-        scored = score_answers(
-            model,
-            task.examples,
-            batch_size=batch_size,
-            pattern=pattern,
-            advance=advance,
-            full_attention_decode=None if task.answers else False,
-        )
+        seen = pattern if task.answers else pattern.with_window(Window(full_decode=False))
+        scored = score_answers(model, task.examples, batch_size=batch_size, pattern=seen, advance=advance)
         scores[task.name] = {"losses": scored.nll.tolist()}
         if task.answers:
             scores[task.name]["right"] = scored.right.astype(float).tolist()

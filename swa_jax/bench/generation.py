@@ -11,6 +11,7 @@ import numpy as np
 
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.generate import Batch, decode, prefill, prepare
+from swa_jax.model.window import Window
 from swa_jax.select.heads import head_pattern, heuristic_mask
 
 
@@ -27,9 +28,8 @@ class Deployed(NamedTuple):
 def measure(
     model: Decoder,
     ratios: Sequence[float],
+    window: Window,
     *,
-    sliding_window: int,
-    num_sink_tokens: int = 0,
     length: int,
     batch_size: int,
     new_tokens: int,
@@ -50,7 +50,7 @@ def measure(
     deployed = []
     for ratio in ratios:
         full = heuristic_mask("random-heads", *shape, ratio, seed)
-        pattern = head_pattern(full, sliding_window, num_sink_tokens, {})
+        pattern = head_pattern(full, window)
         deployed.append(Deployed(ratio, int((~full).sum()), model.with_pattern(pattern), [], []))
     held = {}
     for number in range(rounds + 1):

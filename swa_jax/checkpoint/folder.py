@@ -58,6 +58,7 @@ from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.parameters import ROUTERS
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition, state_shardings
+from swa_jax.model.window import Window
 
 CONFIG_FILE, PATTERN_FILE, MANIFEST_FILE, WEIGHTS = "config.json", "pattern.json", "manifest.json", "weights"
 COMPANIONS = (
@@ -149,8 +150,7 @@ def load_model(
     """
     source = open_checkpoint(path)
     config = config or source.config
-    given = {"sliding_window": window, "num_sink_tokens": sink_tokens, "full_attention_decode": full_decode}
-    chosen = choose_pattern(source.pattern, pattern, config, given)
+    chosen = choose_pattern(source.pattern, pattern, config, Window(window, sink_tokens, full_decode))
     if chosen not in (source.pattern, pattern) and (note := no_window(chosen, config)):
         warnings.warn(f"{note}: give a smaller window=", skip_file_prefixes=(str(Path(__file__).parents[1]),))
     routed = SWITCH in chosen.layer_types

@@ -19,7 +19,7 @@ from swa_jax.cli.options import (
     Model,
     Seed,
     SinkTokens,
-    Window,
+    WindowSize,
     check_output,
     find_model,
     in_output,
@@ -31,6 +31,7 @@ from swa_jax.cli.options import (
     print_json,
 )
 from swa_jax.errors import ConfigError
+from swa_jax.model.window import Window
 
 if TYPE_CHECKING:
     from swa_jax.bench.candidates import Case
@@ -264,7 +265,7 @@ def _compare(case: Case, rounds: int, device: str, show: bool) -> dict[str, Any]
 @app.command()
 def generation(
     model: Model,
-    window: Window = None,
+    window: WindowSize = None,
     sink_tokens: SinkTokens = None,
     ratio: Annotated[
         list[float] | None,
@@ -299,24 +300,14 @@ def generation(
         windowed_count(share, 1)  # a wrong one is said now
     model = find_model(model)
     decoder, _ = load_checkpoint(model, dtype)
-    window = decoder.pattern.sliding_window if window is None else window
-    if window is None:
-        raise ConfigError("--window is missing: give it, as the model's own pattern has none")
+    seen = Window(window, sink_tokens, False).of(decoder.pattern.window)
     note_context(decoder.config, length + new_tokens)
-    settings = {
-        "sliding_window": window,
-        "num_sink_tokens": decoder.pattern.num_sink_tokens if sink_tokens is None else sink_tokens,
-        "length": length,
-        "batch_size": batch_size,
-        "new_tokens": new_tokens,
-        "rounds": rounds,
-        "seed": seed,
-    }
+    settings = {"length": length, "batch_size": batch_size, "new_tokens": new_tokens, "rounds": rounds, "seed": seed}
     with Progress("rounds of generation") as progress:
-        rows = measure(decoder, ratios, **settings, progress=progress.update)
+        rows = measure(decoder, ratios, seen, **settings, progress=progress.update)
     device = jax.devices()[0].device_kind
-    title = f"{batch_size} prompts of {length} tokens, {new_tokens} new, window {window}, on {device}"
-    report = {"model": str(model), "device": device, "jax": jax.__version__} | settings | {"rows": rows}
+    title = f"{batch_size} prompts of {length} tokens, {new_tokens} new, window {seen.size}, on {device}"
+    report = {"model": str(model), "device": device, "jax": jax.__version__} | seen.fields | settings | {"rows": rows}
     if as_json:
         print_json(report)
     else:

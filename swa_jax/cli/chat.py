@@ -11,12 +11,9 @@ import typer
 from swa_jax.cli.generate_options import Chunk, MaxNewTokens, Pattern, Temperature, TopK, TopP
 from swa_jax.cli.options import (
     ComputeDtype,
-    FullDecode,
     Model,
-    Overrides,
     Seed,
-    SinkTokens,
-    Window,
+    WindowGiven,
     Yarn,
     find_model,
     in_prompts,
@@ -39,9 +36,8 @@ def chat(
     system: Annotated[str | None, in_prompts(help="What the model is told before the first message.")] = None,
     length: Annotated[int, in_running(help="Tokens that a conversation may have.", min=2)] = 4096,
     pattern: Pattern = None,
-    window: Window = None,
-    sink_tokens: SinkTokens = None,
-    fa_decode: FullDecode = None,
+    *,
+    window: WindowGiven,
     yarn: Yarn = None,
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 0.0,
@@ -66,7 +62,7 @@ def chat(
         )
     decoder, tokenizer = load_checkpoint(model, dtype, yarn=yarn)
     sources = [] if pattern is None else [pattern]
-    ((_, decoder),) = with_patterns(decoder, sources, Overrides(window, sink_tokens, fa_decode))
+    ((_, decoder),) = with_patterns(decoder, sources, window.value)
     note_context(decoder.config, length)
     engine = Engine(decoder, slots=1, max_length=length, chunk=chunk, prefixes=2)
     begin: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]

@@ -13,7 +13,6 @@ from typer import Option
 
 from swa_jax.cli.groups import Options
 from swa_jax.cli.options import (
-    NO_WINDOW,
     OUTPUT,
     PATTERN,
     PROMPTS,
@@ -22,18 +21,15 @@ from swa_jax.cli.options import (
     Chains,
     Chat,
     ComputeDtype,
-    FullDecode,
     Haystack,
     Length,
     Model,
     NumKeys,
-    Overrides,
     PromptKind,
     Seed,
     ServeLength,
     Server,
-    SinkTokens,
-    Window,
+    WindowGiven,
     find_model,
     load_checkpoint,
     note_context,
@@ -43,6 +39,7 @@ from swa_jax.cli.options import (
 from swa_jax.errors import ConfigError
 from swa_jax.families.pattern_files import is_pattern_file
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.window import Window
 from swa_jax.select.methods import DEFAULT, METHODS, find_method
 from swa_jax.select.separation import By
 
@@ -66,9 +63,6 @@ class Candidates(Options):
             rich_help_panel=PATTERN,
         ),
     ] = None
-    window: Window = None
-    sink_tokens: SinkTokens = None
-    fa_decode: FullDecode = None
     eval_window: Annotated[
         int | None,
         Option(
@@ -81,18 +75,16 @@ class Candidates(Options):
         ),
     ] = None
 
-    def patterns(self, own: AttentionPattern, config: ModelConfig) -> list[tuple[str, AttentionPattern]]:
-        """By name: `full`, what is named, and `window` unless all that is named brings its own window."""
-        window = self.known_window(own)
-        named = self.pattern or []
-        own_windows = window is None and named and all(name == "full" or is_pattern_file(name) for name in named)
-        sources = list(dict.fromkeys(["full", *([] if own_windows else ["window"]), *named]))
-        window_scored = self.window if self.eval_window is None else self.eval_window
-        overrides = Overrides(window_scored, self.sink_tokens, self.fa_decode)
-        return list(zip(sources, resolve_patterns(sources, config, overrides, window), strict=True))
+    def patterns(self, given: Window, own: int | None, config: ModelConfig) -> list[tuple[str, AttentionPattern]]:
+        """By name: `full`, what is named, and `window` unless all that is named brings its own window.
 
-    def known_window(self, own: AttentionPattern) -> int | None:
-        return own.sliding_window if self.window is None else self.window
+        `given` wins over what they say; recipes have the window `own` where it names none.
+        """
+        named = self.pattern or []
+        own_windows = own is None and named and all(name == "full" or is_pattern_file(name) for name in named)
+        sources = list(dict.fromkeys(["full", *([] if own_windows else ["window"]), *named]))
+        scored = Window(self.eval_window).of(given, needed=False)
+        return list(zip(sources, resolve_patterns(sources, config, scored, own), strict=True))
 
 
 @dataclasses.dataclass
@@ -209,6 +201,7 @@ def compare(
     model: Model,
     out: Annotated[Path, Option(help="A folder for results, patterns and the picture.", rich_help_panel=OUTPUT)],
     candidates: Candidates,
+    window: WindowGiven,
     choice: Choice,
     prompts: Prompts,
     counted: Counted,
@@ -230,27 +223,20 @@ def compare(
 
     model = find_model(model)
     decoder, tokenizer = load_checkpoint(model, dtype)
-    own = decoder.pattern
     memory = counted.memory(model, decoder.config, prompts.length)
-    window = candidates.known_window(own)
-    if window is None and methods:
-        raise ConfigError(NO_WINDOW)
-    patterns = candidates.patterns(own, decoder.config)
+    whole = window.value.of(decoder.pattern.window, needed=bool(methods))
+    patterns = candidates.patterns(window.value, whole.size, decoder.config)
     kind = prompts.kind.of(model)
     scored_on = kind.draw(tokenizer, prompts.held_out, HELD_OUT_SEED + prompts.seed)
     note_context(decoder.config, prompts.length)
     note_whole_prompts(patterns, max(len(example.prompt) for example in scored_on))
-    sink_tokens = candidates.sink_tokens
     with Progress("patterns") as progress:
         rows = run(
             decoder, patterns, scored_on, out,
             methods=methods, ratios=choice.ratios, seeds=range(prompts.seed, prompts.seed + choice.seeds),
             draw=lambda number: kind.draw(tokenizer, prompts.examples, number),
-            sliding_window=window,
-            num_sink_tokens=own.num_sink_tokens if sink_tokens is None else sink_tokens,
-            full_attention_decode=bool(candidates.fa_decode),
-            eval_window=candidates.eval_window, iterations=choice.iterations, by=choice.by, batch_size=batch_size,
-            weights=weights_sum(model), settings=prompts.settings(model, kind), force=force,
+            window=whole, eval_window=candidates.eval_window, iterations=choice.iterations, by=choice.by,
+            batch_size=batch_size, weights=weights_sum(model), settings=prompts.settings(model, kind), force=force,
             report=lambda line: progress.console.print(line, highlight=False, soft_wrap=True),
             progress=progress.update,
         )  # fmt: skip
@@ -259,7 +245,7 @@ def compare(
         rows = _counted(rows, memory, candidates.eval_window)
         where = f"KV cache of {memory.length} tokens {memory.place}"
         typer.echo(memory.steps, nl=bool(memory.steps))
-    _show(rows, choice.against, _title_window(patterns, window), out, where)
+    _show(rows, choice.against, _title_window(patterns, whole.size), out, where)
 
 
 def _counted(rows: Sequence[dict[str, Any]], memory: Memory, eval_window: int | None) -> list[dict[str, Any]]:
@@ -268,7 +254,7 @@ def _counted(rows: Sequence[dict[str, Any]], memory: Memory, eval_window: int | 
     for row in rows:
         pattern = AttentionPattern.from_json(json.dumps(row["pattern"]))
         if "ratio" in row and eval_window is not None:  # what a method chose, and under which window it was scored
-            pattern = dataclasses.replace(pattern, sliding_window=eval_window)
+            pattern = pattern.with_window(Window(eval_window))
         try:
             found.append(row | {"kv_cache_bytes": memory.bytes(pattern)})
         except ConfigError as error:

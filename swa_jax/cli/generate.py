@@ -29,12 +29,9 @@ from swa_jax.cli.generate_options import (
 )
 from swa_jax.cli.options import (
     ComputeDtype,
-    FullDecode,
     Model,
-    Overrides,
     Seed,
-    SinkTokens,
-    Window,
+    WindowGiven,
     Yarn,
     check_output,
     find_model,
@@ -70,9 +67,8 @@ def generate(
     chat: WithTemplate = False,
     out: ReplyPath = None,
     pattern: Pattern = None,
-    window: Window = None,
-    sink_tokens: SinkTokens = None,
-    fa_decode: FullDecode = None,
+    *,
+    window: WindowGiven,
     yarn: Yarn = None,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
@@ -99,9 +95,7 @@ def generate(
     partition = None if mesh is None else parse_mesh(mesh)
     model = find_model(model)
     decoder, tokenizer = load_checkpoint(model, dtype, partition, yarn)
-    ((_, decoder),) = with_patterns(
-        decoder, [] if pattern is None else [pattern], Overrides(window, sink_tokens, fa_decode)
-    )
+    ((_, decoder),) = with_patterns(decoder, [] if pattern is None else [pattern], window.value)
     tokens = [ids for ids in prompt_tokens(model, tokenizer, texts, chat) for _ in range(samples)]
     note_context(decoder.config, max(map(len, tokens)) + max_new_tokens)
     pieces = 1 if partition is None else partition.size("batch")

@@ -23,13 +23,14 @@ from swa_jax.cli.generate import generate
 from swa_jax.cli.generate_options import Pattern
 from swa_jax.cli.groups import expand
 from swa_jax.cli.kept_programs import keep_programs
-from swa_jax.cli.options import BatchedTokens, Model, Overrides, ServeLength, Window, find_model, resolve_patterns
+from swa_jax.cli.options import BatchedTokens, Model, ServeLength, WindowSize, find_model, resolve_patterns
 from swa_jax.cli.pattern import app as pattern_app
 from swa_jax.cli.select import app as select_app
 from swa_jax.cli.train import train
 from swa_jax.cli.usage import UsageError, usage_sentence, without_types_of_flags
 from swa_jax.errors import ConfigError, sentence
 from swa_jax.files import check_local
+from swa_jax.model.window import Window
 
 
 class Verbs(typer.core.TyperGroup):
@@ -137,7 +138,7 @@ def export(
     checkpoint: Model,
     destination: Annotated[Path, Argument(help="A new folder in Hugging Face format.")],
     pattern: Pattern = None,
-    window: Window = None,
+    window: WindowSize = None,
     server: Annotated[
         str | None,
         Option(
@@ -174,7 +175,7 @@ def export(
     folder, chosen = find_model(checkpoint), None
     if pattern is not None:
         source = open_checkpoint(folder)
-        (chosen,) = resolve_patterns([pattern], source.config, Overrides(window), source.pattern.sliding_window)
+        (chosen,) = resolve_patterns([pattern], source.config, Window(window), source.pattern.sliding_window)
     notes: list[str] = []
     options: dict[str, Any] = {"pattern": chosen, "server": server, "as_full": as_full, "canary": canary}
     options |= {"serve_length": serve_length, "batched_tokens": batched_tokens}
@@ -190,6 +191,6 @@ app.command()(demo)
 app.command()(train)
 app.command("compile")(expand(compile_))
 app.command()(expand(compare))
-app.command()(generate)
+app.command()(expand(generate))
 app.command()(distill)
-app.command()(chat)
+app.command()(expand(chat))

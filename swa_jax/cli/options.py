@@ -9,16 +9,18 @@ import re
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, Option, echo
 
+from swa_jax.cli.groups import Options
 from swa_jax.errors import ConfigError
 from swa_jax.families.pattern_files import choose_pattern, is_pattern_file, no_window, read_pattern
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, SWITCH
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.recipes import DEFAULT_WINDOW
+from swa_jax.model.window import Window
 
 if TYPE_CHECKING:
     from swa_jax.data.chat import Wrap
@@ -33,13 +35,12 @@ SERVING, CHAT = "Serving", "Chat"
 in_pattern, in_prompts, in_running, in_output = (
     functools.partial(Option, rich_help_panel=panel) for panel in (PATTERN, PROMPTS, RUNNING, OUTPUT)
 )
-NO_WINDOW = "--window is missing: give it, as the model's own pattern has none"
 
 Model = Annotated[
     Path,
     Argument(help="A checkpoint, Hugging Face or PEFT folder, a GGUF file, the id of a Hub model, chains or recall."),
 ]
-Window = Annotated[
+WindowSize = Annotated[
     int | None, in_pattern("--window", metavar="N", help="Visible keys of a windowed query, its own included.", min=1)
 ]
 SinkTokens = Annotated[
@@ -104,32 +105,28 @@ ComputeDtype = Annotated[
 ]
 
 
-class Overrides(NamedTuple):
-    """What the user gave for a pattern; None is what was not given."""
+@dataclasses.dataclass
+class WindowGiven(Options):
+    """What the user says of windows, in place of what a pattern has."""
 
-    window: int | None = None
-    sink_tokens: int | None = None
-    fa_decode: bool | None = None
+    window: WindowSize = None
+    sink_tokens: SinkTokens = None
+    fa_decode: FullDecode = None
 
     @property
-    def fields(self) -> dict[str, Any]:
-        """As `AttentionPattern` names them."""
-        return {
-            "sliding_window": self.window,
-            "num_sink_tokens": self.sink_tokens,
-            "full_attention_decode": self.fa_decode,
-        }
+    def value(self) -> Window:
+        return Window(self.window, self.sink_tokens, self.fa_decode)
 
 
 def resolve_patterns(
-    sources: Sequence[str], layers: int | ModelConfig, overrides: Overrides, own_window: int | None
+    sources: Sequence[str], layers: int | ModelConfig, window: Window, own_window: int | None
 ) -> list[AttentionPattern]:
     """Recipes or pattern files; options that the user gave win over both.
 
     A recipe names no window: it takes `--window`, or else the model's own window, or else 2048. A note says which,
     where `--window` was not given.
     """
-    patterns = [read_pattern(source, layers, default_window=own_window, **overrides.fields) for source in sources]
+    patterns = [read_pattern(source, layers, window, default_window=own_window) for source in sources]
     for source, pattern in zip(sources, patterns, strict=True):
         if isinstance(layers, ModelConfig):
             pattern.validate(layers)
@@ -142,7 +139,7 @@ def resolve_patterns(
     ]
     if isinstance(layers, ModelConfig) and (note := next(filter(None, (no_window(p, layers) for p in patterns)), None)):
         echo(f"{note}: take a smaller --window", err=True)
-    elif taken and overrides.window is None:
+    elif taken and window.size is None:
         whose = "the model's own" if own_window is not None else "the default of recipes"
         echo(
             f"{', '.join(taken)}: the window is {own_window or DEFAULT_WINDOW}, {whose}; --window sets another",
@@ -311,12 +308,12 @@ class PromptKind:
         return f"prompts of {self.length} tokens with chains, {self.chains}, {between} between"
 
 
-def with_patterns(model: Decoder, sources: Sequence[str], overrides: Overrides) -> list[tuple[str, Decoder]]:
+def with_patterns(model: Decoder, sources: Sequence[str], window: Window) -> list[tuple[str, Decoder]]:
     """The model under each of these patterns, by name; without one, under its own, which is then called "own"."""
     if not sources:
-        own = choose_pattern(model.pattern, None, model.config, overrides.fields)
+        own = choose_pattern(model.pattern, None, model.config, window)
         return [("own", model if own == model.pattern else model.with_pattern(own))]
-    patterns = resolve_patterns(sources, model.config, overrides, model.pattern.sliding_window)
+    patterns = resolve_patterns(sources, model.config, window, model.pattern.sliding_window)
     for source, pattern in zip(sources, patterns, strict=True):
         if SWITCH in pattern.layer_types and SWITCH not in model.pattern.layer_types:
             echo(f"the model has no routers for --pattern {source}: they are drawn at random, untrained", err=True)
@@ -326,8 +323,7 @@ def with_patterns(model: Decoder, sources: Sequence[str], overrides: Overrides) 
 def note_whole_prompts(patterns: Iterable[tuple[str, AttentionPattern]], longest: int) -> None:
     """Say which windows reach over whole prompts, the longest of which has `longest` tokens."""
     for name, pattern in patterns:
-        visible = (pattern.sliding_window or longest) + pattern.num_sink_tokens
-        if len(pattern.full_layers) < pattern.num_layers and longest <= visible:
+        if len(pattern.full_layers) < pattern.num_layers and pattern.window.holds(longest):
             echo(
                 f"{name}: the window of {pattern.sliding_window} tokens holds whole prompts ({longest}), which is full "
                 "attention: take longer prompts (--length) or a shorter --window",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,21 +10,14 @@ import numpy as np
 import typer
 from typer import Argument, Option
 
-from swa_jax.cli.options import (
-    BatchedTokens,
-    FullDecode,
-    Overrides,
-    SinkTokens,
-    Window,
-    check_output,
-    find_model,
-    resolve_patterns,
-)
+from swa_jax.cli.groups import expand
+from swa_jax.cli.options import BatchedTokens, WindowGiven, check_output, find_model, resolve_patterns
 from swa_jax.errors import ConfigError
 from swa_jax.families.pattern_files import is_pattern_file, layers_of_file
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import HYBRID, WINDOW
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.window import OWN
 
 Source = "a recipe such as interleave-1-in-4+fa-decode, or a pattern JSON"
 Layers = Annotated[int | None, Option("--layers", help="Layers of the model.", min=1)]
@@ -59,14 +51,12 @@ def _size(sources: Sequence[str], layers: int | None, model: Path | None) -> tup
     raise ConfigError("give one of --layers N and --model DIR: a recipe needs to know how deep the model is")
 
 
-@app.command("print")
 def print_(
     recipe: Annotated[str, Argument(help=f"{Source[0].upper()}{Source[1:]}.")],
     layers: Layers = None,
     model: OfModel = None,
-    window: Window = None,
-    sink_tokens: SinkTokens = None,
-    fa_decode: FullDecode = None,
+    *,
+    window: WindowGiven,
     length: Annotated[
         int, Option(help="With --model: the tokens of a sequence whose key/value cache is counted.", min=1)
     ] = 32768,
@@ -80,14 +70,16 @@ def print_(
     if out is not None:
         check_output("--out", out)
     size, own_window = _size([recipe], layers, model)
-    overrides = Overrides(window, sink_tokens, fa_decode)
-    (chosen,) = resolve_patterns([recipe], size, overrides, own_window)
+    (chosen,) = resolve_patterns([recipe], size, window.value, own_window)
     typer.echo(chosen)
     if model is not None:
         typer.echo("\n".join(_cache_lines(model, chosen, length, batched_tokens)))
     if out is not None:
         chosen.to_json(out)
         typer.echo(f"written to {out}")
+
+
+app.command("print")(expand(print_))
 
 
 def _cache_lines(model: Path, pattern: AttentionPattern, length: int, batched_tokens: int | None) -> Iterator[str]:
@@ -138,7 +130,7 @@ def diff(
     if swap is not None:
         check_output("--swap", swap)
     size, own_window = _size([first, second], layers, model)
-    patterns = resolve_patterns([first, second], size, Overrides(), own_window)
+    patterns = resolve_patterns([first, second], size, OWN, own_window)
     if kv_heads is None and isinstance(size, ModelConfig):
         kv_heads = size.common_kv_heads
     kv_heads = _check_heads(patterns, kv_heads)
@@ -196,5 +188,4 @@ def _swapped(pattern: AttentionPattern, masks: Sequence[np.ndarray], provenance:
     if pattern.sliding_window is None:
         raise ConfigError(f"{provenance['second']} windows nothing: there is nothing to swap")
     full = swap_back(masks[0], masks[1], provenance["seed"])
-    swapped = head_pattern(full, pattern.sliding_window, pattern.num_sink_tokens, {"method": "swap"} | provenance)
-    return dataclasses.replace(swapped, full_attention_decode=pattern.full_attention_decode)
+    return head_pattern(full, pattern.window, {"method": "swap"} | provenance)

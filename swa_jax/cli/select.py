@@ -11,29 +11,8 @@ import typer
 from typer import Option
 
 from swa_jax.cli.groups import expand
-from swa_jax.cli.options import (
-    NO_WINDOW,
-    BatchSize,
-    ComputeDtype,
-    Model,
-    SinkTokens,
-    Window,
-    find_model,
-    load_checkpoint,
-    parse_mesh,
-)
-from swa_jax.cli.select_options import (
-    METHOD,
-    Budget,
-    Examples,
-    FaDecode,
-    Force,
-    Mesh,
-    Out,
-    ResumeFile,
-    check_out,
-    write_choice,
-)
+from swa_jax.cli.options import BatchSize, ComputeDtype, Model, WindowGiven, find_model, load_checkpoint, parse_mesh
+from swa_jax.cli.select_options import METHOD, Budget, Examples, Force, Mesh, Out, ResumeFile, check_out, write_choice
 from swa_jax.errors import ConfigError
 from swa_jax.select.methods import BY_PLACE, DEFAULT, METHODS, Method, choose
 from swa_jax.select.task import Task
@@ -69,9 +48,7 @@ def select(
     out: Out,
     budget: Budget,
     examples: Examples,
-    window: Window = None,
-    sink_tokens: SinkTokens = None,
-    fa_decode: FaDecode = False,
+    window: WindowGiven,
     resume_file: ResumeFile = None,
     mesh: Mesh = None,
     batch_size: BatchSize = 8,
@@ -88,14 +65,11 @@ def select(
     partition = None if mesh is None else parse_mesh(mesh)
     folder = find_model(model)
     source = open_checkpoint(folder)
-    pattern, config = source.pattern, source.config
-    window = pattern.sliding_window if window is None else window
-    if window is None:
-        raise ConfigError(NO_WINDOW)
-    sinks = pattern.num_sink_tokens if sink_tokens is None else sink_tokens
-    ratio = budget.ratio_of(method.chooses, config, source.hf_config, examples.length, window, sinks, fa_decode)
+    config = source.config
+    whole = window.value.of(source.pattern.window)
+    ratio = budget.ratio_of(method.chooses, config, source.hf_config, examples.length, whole)
     bare = cast("Decoder", source)  # its config is what methods by place read
-    task = Task(bare, [], window, sinks, fa_decode, batch_size, examples.seed, partition=partition, force=force)
+    task = Task(bare, [], whole, batch_size, examples.seed, partition=partition, force=force)
     task.report = functools.partial(typer.echo, err=True)
     if method.name not in BY_PLACE:
         task.model, tokenizer = load_checkpoint(folder, dtype, partition)

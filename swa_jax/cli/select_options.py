@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from swa_jax.evaluate import Example
     from swa_jax.model.config import ModelConfig
     from swa_jax.model.pattern import AttentionPattern
+    from swa_jax.model.window import Window
 
 METHOD = "Method"  # a panel: the options of one method's own
 
 Out = Annotated[Path, Option(help="The pattern's JSON file. The picture goes beside it.", rich_help_panel=OUTPUT)]
-FaDecode = Annotated[bool, Option("--fa-decode", help="Answers see everything.", rich_help_panel=PATTERN)]
 Force = Annotated[bool, Option("--force", help="Choose also where the prompts tell nothing.", rich_help_panel=OUTPUT)]
 ResumeFile = Annotated[
     Path | None,
@@ -147,16 +147,9 @@ class Budget(Options):
             raise ConfigError(f"--kv-budget is {self.kv_budget:g}: give a share above 0 and at most 1")
 
     def ratio_of(
-        self,
-        unit: str,
-        config: ModelConfig,
-        hf_config: Mapping[str, Any],
-        length: int,
-        window: int,
-        num_sink_tokens: int,
-        full_attention_decode: bool,
+        self, unit: str, config: ModelConfig, hf_config: Mapping[str, Any], length: int, window: Window
     ) -> float:
-        """The share that is windowed, in a pattern with these windows; `length` is that of the prompts."""
+        """The share that is windowed, in a pattern with this window; `length` is that of the prompts."""
         if self.ratio is not None:
             return self.ratio
         from swa_jax.checkpoint.served_cache import Memory, most_within
@@ -169,8 +162,7 @@ class Budget(Options):
 
             def make(full: int) -> AttentionPattern:
                 mask = heuristic_mask("interleave", config.num_hidden_layers, heads, 1 - full / total)
-                pattern = head_pattern(mask, window, num_sink_tokens, {})
-                return dataclasses.replace(pattern, full_attention_decode=full_attention_decode)
+                return head_pattern(mask, window)
 
             pattern = most_within(memory, self.kv_budget, total, make)
             full = int(head_mask(pattern, heads).sum())

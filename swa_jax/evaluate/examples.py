@@ -31,6 +31,10 @@ class Example:
     meta: dict[str, Any] = field(default_factory=dict)
     value: tuple[int, ...] | None = None
 
+    def queries(self, full_decode: bool | None) -> int:
+        """The queries that windows apply to: up to the prompt's last, or to that of the answer's last token."""
+        return len(self.prompt) + (0 if full_decode else len(self.answer) - 1)
+
 
 def value_places(tokenizer: TextTokenizer, answer: str, references: Sequence[str]) -> tuple[int, ...] | None:
     """`Example.value` of an answer: the tokens that hold a part of a reference, where the answer first has it.

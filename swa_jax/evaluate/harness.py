@@ -19,6 +19,8 @@ from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import score_answers
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.generate import generate
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.window import Window
 
 try:
     from lm_eval.api.model import LM  # type: ignore[import-not-found,unused-ignore]
@@ -64,7 +66,7 @@ class HarnessModel(LM):  # type: ignore[misc,unused-ignore]
     def loglikelihood(self, requests: Sequence[Request], **_: Any) -> list[tuple[float, bool]]:
         """(log-probability in nats, is it what greedy decoding gives) of each (context, continuation)."""
         examples = [self._example(*request.args) for request in requests]
-        return list(zip(*self._score(examples, None), strict=True))
+        return list(zip(*self._score(examples, self.model.pattern), strict=True))
 
     def loglikelihood_rolling(self, requests: Sequence[Request], **_: Any) -> list[float]:
         """Log-probability in nats of each whole text, after a start or end token.
@@ -81,7 +83,8 @@ class HarnessModel(LM):  # type: ignore[misc,unused-ignore]
             owner += [number] * len(parts)
         total = np.zeros(len(requests))
         if windows:
-            np.add.at(total, owner, self._score(windows, False)[0])
+            as_prompts = self.model.pattern.with_window(Window(full_decode=False))
+            np.add.at(total, owner, self._score(windows, as_prompts)[0])
         return total.tolist()
 
     def generate_until(self, requests: Sequence[Request], **_: Any) -> list[str]:
@@ -125,15 +128,13 @@ class HarnessModel(LM):  # type: ignore[misc,unused-ignore]
         self._check(len(whole), "a context with its continuation")
         return Example(prompt, whole[len(prompt) :], [])
 
-    def _score(self, examples: Sequence[Example], full_attention_decode: bool | None) -> tuple[list[float], list[bool]]:
+    def _score(self, examples: Sequence[Example], pattern: AttentionPattern) -> tuple[list[float], list[bool]]:
         """Sums over the answers' tokens; an empty answer is certain."""
         some = [example for example in examples if example.answer]
         log, exact = np.zeros(len(examples)), np.ones(len(examples), bool)
         if some:
             where = [i for i, example in enumerate(examples) if example.answer]
-            scores = score_answers(
-                self.model, some, batch_size=self.batch_size, full_attention_decode=full_attention_decode
-            )
+            scores = score_answers(self.model, some, batch_size=self.batch_size, pattern=pattern)
             log[where] = -scores.nll * [len(example.answer) for example in some]
             exact[where] = scores.right
         return log.tolist(), exact.tolist()

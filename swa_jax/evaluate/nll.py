@@ -27,6 +27,7 @@ from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition
+from swa_jax.model.window import Window
 
 SHORT_ANSWER = 64  # tokens: answers up to here share batches; longer ones with those up to the next power of two
 LENGTH_STEP = 64  # padded lengths are multiples of it, so that lengths near each other share one compilation
@@ -53,7 +54,8 @@ def answer_nll(
     Raises:
       ConfigError: no examples, one whose prompt or answer is empty, or an id that the model does not have.
     """
-    return score_answers(model, examples, batch_size=batch_size, full_attention_decode=full_attention_decode).nll
+    pattern = model.pattern.with_window(Window(full_decode=full_attention_decode))
+    return score_answers(model, examples, batch_size=batch_size, pattern=pattern).nll
 
 
 def score_answers(
@@ -61,7 +63,6 @@ def score_answers(
     examples: Sequence[Example],
     *,
     batch_size: int = 8,
-    full_attention_decode: bool | None = None,
     pattern: AttentionPattern | None = None,
     partition: Partition | None = None,
     samples: Samples = NO_SAMPLES,
@@ -82,8 +83,6 @@ def score_answers(
     for i, example in enumerate(examples):
         model.config.check_tokens([*example.prompt, *example.answer], f"examples[{i}]")
     pattern = model.pattern if pattern is None else pattern
-    if full_attention_decode is None:
-        full_attention_decode = pattern.full_attention_decode
     kinds = kinds_of(pattern)
     if pattern.sliding_window is not None and set(kinds) <= {FULL, WINDOW}:
         kinds = (FULL, WINDOW)
@@ -92,8 +91,8 @@ def score_answers(
     plan = layer_plan(pattern, model.config, kinds)
     graph, weights = _shared_graph(model, pattern, kinds)
     nll, right = np.empty(len(examples)), np.empty(len(examples), bool)
-    settings = [batch_size, full_attention_decode]
-    for index, batch in answer_batches(examples, batch_size, full_attention_decode, partition):
+    settings = [batch_size, pattern.full_attention_decode]
+    for index, batch in answer_batches(examples, batch_size, pattern.full_attention_decode, partition):
         rows = [examples[i] for i in index]
         known = samples.find("likelihood", rows, settings)
         if known is None:
@@ -149,7 +148,7 @@ def check_examples(examples: Sequence[Example]) -> None:
 
 
 def answer_batches(
-    examples: Sequence[Example], batch_size: int, full_attention_decode: bool, partition: Partition | None = None
+    examples: Sequence[Example], batch_size: int, full_decode: bool | None, partition: Partition | None = None
 ) -> Iterator[tuple[np.ndarray, AnswerBatch]]:
     """Batches of one size, by length, each with the indices of its examples; long answers have batches of their own.
 
@@ -162,12 +161,12 @@ def answer_batches(
     for size in np.unique(sizes):
         alike = np.flatnonzero(sizes == size)
         group = [examples[i] for i in alike.tolist()]
-        for index, batch in _batches_of(group, batch_size, full_attention_decode, partition):
+        for index, batch in _batches_of(group, batch_size, full_decode, partition):
             yield alike[index], batch
 
 
 def _batches_of(
-    examples: Sequence[Example], batch_size: int, full_attention_decode: bool, partition: Partition | None
+    examples: Sequence[Example], batch_size: int, full_decode: bool | None, partition: Partition | None
 ) -> Iterator[tuple[np.ndarray, AnswerBatch]]:
     """`answer_batches` of examples whose answers are about as long."""
     length_step = LENGTH_STEP
@@ -194,7 +193,7 @@ def _batches_of(
             labels[row, :answer] = example.answer
             weights[row, :answer] = 1
             value[row, range(answer) if example.value is None else list(example.value)] = 1
-        boundary = [len(e.prompt) if full_attention_decode else NEVER for e in rows]
+        boundary = [len(e.prompt) if full_decode else NEVER for e in rows]
         arrays = (tokens, segments, np.array(boundary, np.int32), queries, labels, weights, value)
         if partition is None:
             yield index, AnswerBatch(*map(jnp.asarray, arrays))

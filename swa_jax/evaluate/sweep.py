@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from swa_jax.evaluate.nll import perplexity
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.window import Window
 
 MAX_BLOCKS = 100  # of consecutive tokens, which the bootstrap draws: neighbours are not independent
 MIN_BLOCK = 64  # tokens
@@ -114,7 +114,7 @@ def with_window(pattern: AttentionPattern, window: int | None) -> AttentionPatte
             f"a window of {window} changes nothing: every layer of this pattern has full attention; choose a pattern "
             "with windowed layers, such as --pattern window"
         )
-    return dataclasses.replace(pattern, sliding_window=window)
+    return pattern.with_window(Window(window))
 
 
 def block_interval(token_nll: np.ndarray) -> tuple[Estimate, int]:

@@ -2,71 +2,73 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from swa_jax.errors import ConfigError
 from swa_jax.families import hf_pattern
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL
 from swa_jax.model.pattern import SWAA_KEYS, AttentionPattern, read_object
+from swa_jax.model.window import OWN, Window
 
 
-def load_pattern(source: AttentionPattern | str | Path, model: ModelConfig, **options: Any) -> AttentionPattern:
-    """A pattern object, or what `read_pattern` reads with these options, checked against the model."""
-    pattern = source if isinstance(source, AttentionPattern) else read_pattern(source, model, **options)
+def load_pattern(
+    source: AttentionPattern | str | Path,
+    model: ModelConfig,
+    window: Window = OWN,
+    *,
+    default_window: int | None = None,
+    seed: int = 0,
+) -> AttentionPattern:
+    """A pattern object with a window, or what `read_pattern` reads, checked against the model."""
+    if isinstance(source, AttentionPattern):
+        pattern = source.with_window(window)
+    else:
+        pattern = read_pattern(source, model, window, default_window=default_window, seed=seed)
     pattern.validate(model)
     return pattern
 
 
 def choose_pattern(
-    own: AttentionPattern, source: AttentionPattern | str | Path | None, model: ModelConfig, given: Mapping[str, Any]
+    own: AttentionPattern, source: AttentionPattern | str | Path | None, model: ModelConfig, window: Window
 ) -> AttentionPattern:
     """The pattern for a model whose own is `own`: that, or a pattern object, or what `read_pattern` reads.
 
-    Args:
-      given: fields of the pattern that win over it; None leaves it.
-
-    Raises `ConfigError` as `read_pattern`, and for fields of windows where there are none.
+    What is given of `window` wins over it. Raises `ConfigError` as `read_pattern`, and for a window that an own pattern
+    of full layers alone would not show.
     """
-    given = {name: value for name, value in given.items() if value is not None}
-    if source is None and any(given.values()) and set(own.layer_types) == {FULL}:
+    if source is None and any(window.fields.values()) and set(own.layer_types) == {FULL}:
         raise ConfigError(
             "a window, sink tokens and full-attention decode have no effect: the model's own pattern has full "
             "attention in every layer; name another pattern, such as 'window'"
         )
-    if isinstance(source, str | Path):
-        return load_pattern(source, model, default_window=own.sliding_window, **given)
-    pattern = dataclasses.replace(own if source is None else source, **given)
-    pattern.validate(model)
-    return pattern
+    return load_pattern(own if source is None else source, model, window, default_window=own.sliding_window)
 
 
 def read_pattern(
-    source: str | Path, layers: int | ModelConfig, *, default_window: int | None = None, seed: int = 0, **options: Any
+    source: str | Path,
+    layers: int | ModelConfig,
+    window: Window = OWN,
+    *,
+    default_window: int | None = None,
+    seed: int = 0,
 ) -> AttentionPattern:
-    """The path of a JSON file, its text, or the name of a recipe; options that are given win over what it says.
+    """The path of a JSON file, its text, or the name of a recipe; what is given of `window` wins over what it says.
 
     A JSON file holds a pattern as `swa-jax select` writes it, a SWAA configuration
     (`AttentionPattern.from_swaa_config`) or a model's own `config.json` (`hf_pattern`).
 
     Args:
       layers: of the model, for sources that do not say how many there are; seed: for recipes that draw.
-      default_window: of a recipe, which names no window, where none is given in `options`; None: the recipes' own.
-      options: `sliding_window`, `num_sink_tokens`, `full_attention_decode`; None leaves the source's own.
+      default_window: the size of a recipe's, which names none, where none is given; None: the recipes' own.
 
     Raises:
       ConfigError: an unknown recipe, or a file that is none of these.
     """
     if not is_pattern_file(source):
-        pattern = AttentionPattern.from_recipe(str(source), layers, seed=seed, **options)
-        windowed = set(pattern.layer_types) != {FULL}
-        if windowed and default_window is not None and options.get("sliding_window") is None:
-            pattern = dataclasses.replace(pattern, sliding_window=default_window)
-        return pattern
-    given = {name: value for name, value in options.items() if value is not None}
+        pattern = AttentionPattern.from_recipe(str(source), layers, seed=seed, **window.fields)
+        sized = window.size is not None or set(pattern.layer_types) == {FULL}
+        return pattern if sized else pattern.with_window(Window(default_window))
     name, data = read_object(source)
     if "num_hidden_layers" in data:
         pattern = hf_pattern(data)
@@ -78,7 +80,7 @@ def read_pattern(
             raise ConfigError(f"{name}: {error}") from None
     else:
         pattern = AttentionPattern.from_object(name, data)
-    return dataclasses.replace(pattern, **given)
+    return pattern.with_window(window)
 
 
 def no_window(pattern: AttentionPattern, model: ModelConfig) -> str | None:

@@ -17,7 +17,8 @@ from swa_jax.errors import ConfigError
 from swa_jax.files import parse_json, write_text
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import CHUNKED, FULL, HYBRID, LAYER_TYPES, SWITCH, WINDOW
-from swa_jax.model.recipes import DEFAULT_WINDOW, read_recipe
+from swa_jax.model.recipes import read_recipe
+from swa_jax.model.window import Window
 from swa_jax.settings import from_dict, nearest
 
 SWAA_KEYS = ("sliding_window_size", "keep_first", "force_fa_decode", "non_sliding_layers")
@@ -99,6 +100,15 @@ class AttentionPattern:
     def full_layers(self) -> tuple[int, ...]:
         """Indices (from 0) of the layers with full attention throughout."""
         return tuple(i for i, kind in enumerate(self.layer_types) if kind == FULL)
+
+    @property
+    def window(self) -> Window:
+        """What its windowed queries see."""
+        return Window(self.sliding_window, self.num_sink_tokens, self.full_attention_decode)
+
+    def with_window(self, window: Window) -> AttentionPattern:
+        """The same with what is given of a window."""
+        return dataclasses.replace(self, **window.fields)
 
     @property
     def full_head_counts(self) -> tuple[int, ...]:
@@ -209,25 +219,19 @@ class AttentionPattern:
         if layers < 1:
             raise ConfigError(f"num_layers must be at least 1, got {layers}")
         read = read_recipe(recipe, layers, seed)
-        if len(read.full_layers) < layers and sliding_window is None:
-            sliding_window = DEFAULT_WINDOW
-        if num_sink_tokens is None:
-            num_sink_tokens = read.num_sink_tokens
-        if full_attention_decode is None:
-            full_attention_decode = read.full_attention_decode
-        return cls.from_full_layers(
-            read.full_layers,
-            layers,
-            sliding_window,  # type: ignore[arg-type]
-            rest=read.rest,
-            num_sink_tokens=num_sink_tokens,
-            full_attention_decode=full_attention_decode,
-            provenance={"method": recipe} | ({"seed": seed} if read.drawn else {}),
-        )
+        window = Window(sliding_window, num_sink_tokens, full_attention_decode).of(read.window, needed=False)
+        provenance = {"method": recipe} | ({"seed": seed} if read.drawn else {})
+        return cls.from_full_layers(read.full_layers, layers, rest=read.rest, provenance=provenance, **window.fields)
 
     @classmethod
     def from_full_layers(
-        cls, full_layers: Sequence[int], num_layers: int, sliding_window: int, *, rest: str = WINDOW, **fields: Any
+        cls,
+        full_layers: Sequence[int],
+        num_layers: int,
+        sliding_window: int | None = None,
+        *,
+        rest: str = WINDOW,
+        **fields: Any,
     ) -> AttentionPattern:
         """Full attention in the named layers (from 0), `rest` in all others."""
         wrong = [i for i in full_layers if not 0 <= i < num_layers]

@@ -23,6 +23,7 @@ import numpy as np
 
 from swa_jax.errors import ConfigError
 from swa_jax.model.layer_types import FULL, SWITCH, WINDOW
+from swa_jax.model.window import Window
 from swa_jax.settings import nearest
 
 DEFAULT_WINDOW = 2048  # SWAA's and NLL-guided selection's
@@ -45,8 +46,7 @@ class Recipe(NamedTuple):
 
     full_layers: list[int]
     rest: str  # the type of the other layers
-    num_sink_tokens: int
-    full_attention_decode: bool
+    window: Window
     drawn: bool  # with a seed
 
 
@@ -63,7 +63,8 @@ def read_recipe(recipe: str, num_layers: int, seed: int) -> Recipe:
         else:
             raise ConfigError(f"recipe '{recipe}': unknown suffix '+{suffix}'; known: +fa-decode, +sink-tokens=K")
     full, rest = _full_layers(recipe, name, num_layers, seed)
-    return Recipe(full, rest, sink_tokens, decode, name.startswith("random"))
+    size = DEFAULT_WINDOW if len(full) < num_layers else None
+    return Recipe(full, rest, Window(size, sink_tokens, decode), name.startswith("random"))
 
 
 def _full_layers(recipe: str, name: str, num_layers: int, seed: int) -> tuple[list[int], str]:

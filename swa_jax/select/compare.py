@@ -27,6 +27,7 @@ from swa_jax.model.cache import cache_bytes
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.window import OWN, Window
 from swa_jax.select.content import content_key, examples_sum
 from swa_jax.select.methods import choose, find_method
 from swa_jax.select.separation import By, doubt
@@ -45,9 +46,7 @@ def compare(
     ratios: Sequence[float] = (),
     seeds: Sequence[int] = (),
     draw: Callable[[int], Sequence[Example]],
-    sliding_window: int | None,
-    num_sink_tokens: int = 0,
-    full_attention_decode: bool = False,
+    window: Window = OWN,
     eval_window: int | None = None,
     iterations: int = 100,
     by: By = "answers",
@@ -65,8 +64,8 @@ def compare(
       out: a folder for `results.json` and `patterns/`; what methods chose there before, with the same settings on the
         same content, comes with the rows.
       ratios: shares of windowed KV heads, each reached by every method for every seed.
-      sliding_window, num_sink_tokens: of the windowed heads while choosing; the window is needed with `methods` alone.
-      full_attention_decode: of what methods choose, as in `choose`; eval_window: theirs while scored; None: the same.
+      window: of what methods choose, and while they choose; what it does not give is the model's own, and a size is
+        needed with `methods` alone. eval_window: the size while scored; None: the same.
       weights: the sum of the weights, as in `content_key`; settings: how the prompts came about, plain JSON values.
       by: BOSCH's; force: let methods choose also where the prompts do not tell `full` and `window` apart.
       report: called with a line for each row; progress: with (patterns scored, those to be scored), without what is
@@ -76,19 +75,11 @@ def compare(
       ConfigError: `out` holds something else; what a method refuses; or the prompts tell nothing.
     """
     scored_on = content_key(model, held_out, weights=weights)
-    choice = {
-        "sliding_window": sliding_window,
-        "num_sink_tokens": num_sink_tokens,
-        "eval_window": eval_window,
-        "iterations": iterations,
-        "full_attention_decode": full_attention_decode,
-        "by": by,
-    }
+    window = window.of(model.pattern.window, needed=bool(methods))
+    choice = {"sliding_window": None, **window.fields, "eval_window": eval_window, "iterations": iterations, "by": by}
     results = _Results(out / "results.json", digest([scored_on, choice, dict(settings)]))
-    if methods and sliding_window is None:
-        raise ConfigError("sliding_window is missing: methods need to know what a windowed head sees")
     draws = {seed: draw(seed) for seed in (seeds if methods else ())}
-    scoring = [scored_on, sliding_window, num_sink_tokens, full_attention_decode, by]
+    scoring = [scored_on, window.size, window.sink_tokens, window.full_decode, by]
     masks = {seed: digest([*scoring, examples_sum(drawn)]) for seed, drawn in draws.items()}
     keys = {name: digest([scored_on, _content(pattern)]) for name, pattern in patterns}
     chosen_keys = {
@@ -106,8 +97,7 @@ def compare(
     ]
     _check_separation({row["name"]: row for row in rows}, by, bool(methods) and not force, report)
     for seed, drawn in draws.items():
-        task = Task(model, drawn, sliding_window or 0, num_sink_tokens, full_attention_decode, batch_size, seed)
-        task.weights, task.force = weights, force
+        task = Task(model, drawn, window, batch_size, seed, weights=weights, force=force)
         for method in methods:
             wanted = {ratio: key for ratio in ratios if (key := chosen_keys[method, ratio, seed]) in missing}
             if wanted:
@@ -151,8 +141,7 @@ class _Measurement:
         task.progress = self.while_choosing(f"{method}, seed {task.seed}")
         own = {name: value for name, value in options.items() if name in row.options}
         for (ratio, key), pattern in zip(keys.items(), choose(method, task, list(keys), **own), strict=True):
-            window = pattern.sliding_window if self.eval_window is None else self.eval_window
-            scored = dataclasses.replace(pattern, sliding_window=window)
+            scored = pattern.with_window(Window(self.eval_window))
             self(key, scored, pattern, name=method, ratio=ratio, seed=task.seed)
 
     def while_choosing(self, method: str) -> Callable[[int, int], None]:

@@ -7,6 +7,7 @@ query can see score exactly alike.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 from flax import nnx
 
-from swa_jax.errors import ConfigError
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import AnswerScores, answer_batches, score_batch
 from swa_jax.files import Store
@@ -22,6 +22,7 @@ from swa_jax.model.attention import layer_plan
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import HYBRID
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.window import OWN, Window
 from swa_jax.select.content import content_key
 from swa_jax.select.gates import gate_gradient
 from swa_jax.select.separation import By
@@ -38,12 +39,11 @@ class MaskEvaluator:
     """`evaluator(full [L, K] bool) -> Score`: a teacher-forced pass over the examples. A repeated mask costs nothing.
 
     Args:
-      sliding_window, num_sink_tokens: those of the windowed heads; None takes those of the model's pattern.
-      full_attention_decode: whether the answers' tokens see everything.
+      window: that of the windowed heads; what it does not give is the model's own.
       by: "loss" scores a mask by the geometric mean of the probabilities of the answers' tokens, an example's mean
         counting as one. The paper's accuracy says nothing where a model gets few answers right, or all of them.
-      file: a JSON file that keeps the scores, written every few seconds and by `save`. An interrupted search that is
-        started again finds them there.
+      file: a JSON file that keeps the scores, written as they come. An interrupted search that is started
+        again finds them there.
       weights: with `file`, the sum of the weights, as in `content_key`. None computes it from the model's arrays.
 
     Raises:
@@ -55,31 +55,22 @@ class MaskEvaluator:
         self,
         model: Decoder,
         examples: Sequence[Example],
+        window: Window = OWN,
         *,
-        sliding_window: int | None = None,
-        num_sink_tokens: int | None = None,
-        full_attention_decode: bool = False,
         by: By = "answers",
         batch_size: int = 8,
         file: Path | None = None,
         weights: str | None = None,
     ):
-        window = model.pattern.sliding_window if sliding_window is None else sliding_window
-        if window is None:
-            raise ConfigError("sliding_window is missing (--window): give it, as the model's own pattern has none")
-        self.sliding_window = window
-        self.num_sink_tokens = model.pattern.num_sink_tokens if num_sink_tokens is None else num_sink_tokens
+        self.window = window.of(model.pattern.window)
         self.shape = (model.config.num_hidden_layers, model.config.common_kv_heads)
         self.num_examples, self.by = len(examples), by
         self._config = model.config
-        kinds = (HYBRID,) * self.shape[0]
-        self._pattern = AttentionPattern(kinds, window, self.num_sink_tokens)
-        self._batches = list(answer_batches(examples, batch_size, full_attention_decode))
+        self._pattern = AttentionPattern((HYBRID,) * self.shape[0], **self.window.fields)
+        self._batches = list(answer_batches(examples, batch_size, self.window.full_decode))
         self._graph, self._weights = nnx.split(model.with_pattern(self._pattern))
-        content = {} if file is None else content_key(
-            model, examples, weights=weights, sliding_window=window, num_sink_tokens=self.num_sink_tokens,
-            full_attention_decode=full_attention_decode, by=by,
-        )  # fmt: skip
+        options = self.window.fields | {"by": by}
+        content = {} if file is None else content_key(model, examples, weights=weights, **options)
         self._known = Store(file, "scores of masks", content)
 
     @property
@@ -101,8 +92,7 @@ class MaskEvaluator:
     def answers(self, full: np.ndarray) -> AnswerScores:
         """The scores of every single example under a mask. They are not written to the file."""
         heads = tuple(tuple(np.flatnonzero(row).tolist()) for row in full)
-        pattern = AttentionPattern(self._pattern.layer_types, self.sliding_window, full_kv_heads=heads)
-        plan = layer_plan(pattern, self._config, (HYBRID,))
+        plan = layer_plan(dataclasses.replace(self._pattern, full_kv_heads=heads), self._config, (HYBRID,))
         nll, right = np.empty(self.num_examples), np.empty(self.num_examples, bool)
         for index, batch in self._batches:
             mean, found = score_batch(self._graph, self._weights, batch, plan, (HYBRID,))

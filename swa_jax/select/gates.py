@@ -33,6 +33,7 @@ from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.mesh_attention import attention_on_mesh
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition
+from swa_jax.model.window import Window
 
 LOW, HIGH = -0.1, 1.1  # gates are stretched to here and cut at 0 and 1
 TEMPERATURE = 2 / 3  # b
@@ -45,11 +46,9 @@ GATE = 0.25  # of the heads that `gate_gradient` ranks
 def gate_logits(
     model: Decoder,
     examples: Sequence[Example],
+    window: Window,
     *,
     full_share: float,
-    sliding_window: int,
-    num_sink_tokens: int = 0,
-    full_attention_decode: bool = False,
     steps: int = 200,
     batch_size: int = 8,
     seed: int = 0,
@@ -59,7 +58,6 @@ def gate_logits(
 
     Args:
       full_share: of the KV heads, that will stay full.
-      full_attention_decode: whether the answers' tokens see everything.
       steps: of Adam, each on one batch of examples, in turn.
       seed: of the gates' noise.
 
@@ -67,10 +65,9 @@ def gate_logits(
       ConfigError: no examples, or one with an empty prompt or answer.
     """
     config = model.config
-    kinds = (WINDOW,) * config.num_hidden_layers
-    window = AttentionPattern(kinds, sliding_window, num_sink_tokens)
-    graph, weights = nnx.split(model.with_pattern(window))
-    batches = [batch for _, batch in answer_batches(examples, batch_size, full_attention_decode)]
+    pattern = AttentionPattern((WINDOW,) * config.num_hidden_layers, **window.fields)
+    graph, weights = nnx.split(model.with_pattern(pattern))
+    batches = [batch for _, batch in answer_batches(examples, batch_size, pattern.full_attention_decode)]
     optimizer = optax.adam(LEARNING_RATE)
     logits = jnp.full((config.num_hidden_layers, config.common_kv_heads), START)
     state = optimizer.init(logits)

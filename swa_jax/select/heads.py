@@ -17,6 +17,7 @@ from swa_jax.errors import ConfigError
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.recipes import begin_middle_end
+from swa_jax.model.window import Window
 
 Heuristic = Literal["random", "random-heads", "begin-middle-end", "interleave"]
 
@@ -28,15 +29,13 @@ def windowed_count(ratio: float, heads: int) -> int:
     return math.ceil(ratio * heads - 1e-9)  # 0.7 * 10 is a little over 7 in floating point
 
 
-def head_pattern(
-    full: np.ndarray, sliding_window: int, num_sink_tokens: int, provenance: Mapping[str, Any]
-) -> AttentionPattern:
+def head_pattern(full: np.ndarray, window: Window, provenance: Mapping[str, Any] = {}) -> AttentionPattern:
     """The pattern of a mask [L, K]: layers whose heads agree are full or windowed, the others per-head hybrids."""
     kinds = tuple(FULL if row.all() else HYBRID if row.any() else WINDOW for row in full)
     heads = tuple(
         tuple(np.flatnonzero(row).tolist()) if kind == HYBRID else () for row, kind in zip(full, kinds, strict=True)
     )
-    return AttentionPattern(kinds, sliding_window, num_sink_tokens, full_kv_heads=heads, provenance=dict(provenance))
+    return AttentionPattern(kinds, **window.fields, full_kv_heads=heads, provenance=dict(provenance))
 
 
 def head_mask(pattern: AttentionPattern, num_kv_heads: int) -> np.ndarray:

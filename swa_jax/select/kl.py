@@ -7,6 +7,7 @@ attention and reads no answer: any text will do, and a head that helps only toge
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,15 +23,14 @@ from swa_jax.model.attention import LayerPlan, layer_plan
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import HYBRID
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.window import Window
 
 
 def kl_scores(
     model: Decoder,
     examples: Sequence[Example],
+    window: Window,
     *,
-    sliding_window: int,
-    num_sink_tokens: int = 0,
-    full_attention_decode: bool = False,
     whole_layers: bool = False,
     batch_size: int = 8,
     progress: Callable[[int, int], None] | None = None,
@@ -40,7 +40,6 @@ def kl_scores(
     Larger means that full attention is needed more.
 
     Args:
-      full_attention_decode: whether the answers' tokens see everything.
       whole_layers: window whole layers, one at a time; all heads of a layer then have the layer's score.
       progress: called with (passes done, passes in all).
 
@@ -50,26 +49,25 @@ def kl_scores(
     config = model.config
     layers, heads = config.num_hidden_layers, config.most_kv_heads if whole_layers else config.common_kv_heads
     kinds = (HYBRID,)
-    pattern = AttentionPattern(kinds * layers, sliding_window, num_sink_tokens)
+    pattern = AttentionPattern(kinds * layers, **window.fields)
     graph, weights = nnx.split(model.with_pattern(pattern))
 
-    def plan(full: np.ndarray) -> LayerPlan:
+    def plan_of(full: np.ndarray) -> LayerPlan:
         shapes = zip(full, config.head_shapes, strict=True)
         rows = tuple(tuple(np.flatnonzero(row[:count]).tolist()) for row, (count, _) in shapes)
-        masked = AttentionPattern(kinds * layers, sliding_window, full_kv_heads=rows)
-        return layer_plan(masked, model.config, kinds)
+        return layer_plan(dataclasses.replace(pattern, full_kv_heads=rows), config, kinds)
 
     masks = []
     for turned in np.ndindex(layers) if whole_layers else np.ndindex(layers, heads):
         full = np.ones((layers, heads), bool)
         full[turned] = False
         masks.append(full)
-    batches = list(answer_batches(examples, batch_size, full_attention_decode))
+    batches = list(answer_batches(examples, batch_size, pattern.full_attention_decode))
     sums, done = np.zeros(len(masks)), 0
     for index, batch in batches:
-        everything = _features(graph, weights, batch, plan(np.ones((layers, heads), bool)), kinds)
+        everything = _features(graph, weights, batch, plan_of(np.ones((layers, heads), bool)), kinds)
         for i, full in enumerate(masks):
-            kl = _kl(graph, weights, batch, plan(full), kinds, everything)
+            kl = _kl(graph, weights, batch, plan_of(full), kinds, everything)
             sums[i] += np.asarray(kl, np.float64)[: len(index)].sum()
             done += 1
             if progress:

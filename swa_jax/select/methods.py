@@ -7,7 +7,6 @@ heavy is imported before a method runs, so that the command line reads the table
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import math
 import time
@@ -18,6 +17,7 @@ import numpy as np
 
 from swa_jax.errors import ConfigError
 from swa_jax.files import tell_found
+from swa_jax.model.window import Window
 from swa_jax.select.separation import By, doubt, weakness
 from swa_jax.select.task import Chosen, Ranking, Task, num_full
 from swa_jax.settings import nearest
@@ -45,28 +45,27 @@ Rounds = Annotated[int | None, Own("Rounds at most; each may take several.", 1)]
 def _scorer(task: Task, score_fa_decode: bool | None, toggles_at_once: int) -> LayerScorer:
     from swa_jax.select.nll import LayerScorer
 
-    scoring = task.scoring | ({} if score_fa_decode is None else {"full_attention_decode": score_fa_decode})
     scorer = LayerScorer(
         task.model,
         task.examples,
-        **scoring,
+        Window(full_decode=score_fa_decode).of(task.window),
+        batch_size=task.batch_size,
         toggles_at_once=toggles_at_once,
         partition=task.partition,
         file=task.file,
         weights=task.weights,
     )
     tell_found(task.file, scorer.num_known, len(task.examples), "examples", task.report)
-    _check_told(task, "loss", scorer.full_attention_decode)
+    _check_told(task, "loss", scorer.window)
     return scorer
 
 
-def _check_told(task: Task, by: By, full_attention_decode: bool) -> None:
+def _check_told(task: Task, by: By, window: Window) -> None:
     """Stop where the examples do not tell full attention from windows: two passes before a search of hundreds."""
-    queries = (len(e.prompt) + (0 if full_attention_decode else len(e.answer) - 1) for e in task.examples)
-    if max(queries) <= task.sliding_window + task.num_sink_tokens:
-        task.refuse(f"the window of {task.sliding_window} keys holds whole prompts")
+    if window.holds(max(e.queries(window.full_decode) for e in task.examples)):
+        task.refuse(f"the window of {window.size} keys holds whole prompts")
         return
-    full, windowed = task.ends(full_attention_decode)
+    full, windowed = task.ends(window)
     all_full, none_full = (one.right if by == "answers" else one.nll for one in (full, windowed))
     found = doubt(all_full, none_full, by)
     if found is not None:
@@ -81,7 +80,7 @@ def _nll(
     scorer = _scorer(task, score_fa_decode, toggles_at_once)
     scores = scorer(progress=task.progress)
     intervals = {"intervals": [one.interval for one in scores.intervals()]}
-    said = {"scores": scores.mean.tolist(), "scored_with_full_attention_decode": scorer.full_attention_decode}
+    said = {"scores": scores.mean.tolist(), "scored_with_full_attention_decode": scorer.window.full_decode}
     return Ranking(_ranked(scores.mean), (scorer.layers, 1), said | intervals)
 
 
@@ -102,17 +101,18 @@ def _nll_greedy(
     named = tried_by_depth(scorer.layers) if tried is None else tried or None
     most = max(1, *(num_full(ratio, scorer.layers) for ratio in ratios))
     found = provenance_of(scorer.greedy(most, tried=named, rounds=rounds, progress=task.progress))
-    found["scored_with_full_attention_decode"] = scorer.full_attention_decode
+    found["scored_with_full_attention_decode"] = scorer.window.full_decode
     return Ranking(found["picked"], (scorer.layers, 1), found)
 
 
 def _masks(task: Task, by: By) -> MaskEvaluator:
     from swa_jax.select.evaluator import MaskEvaluator
 
-    evaluate = MaskEvaluator(task.model, task.examples, **task.scoring, by=by, file=task.file, weights=task.weights)
+    options: dict[str, Any] = {"batch_size": task.batch_size, "file": task.file, "weights": task.weights}
+    evaluate = MaskEvaluator(task.model, task.examples, task.window, by=by, **options)
     if evaluate.num_evaluations:
         task.report(f"{task.file}: found {evaluate.num_evaluations} masks here, going on")
-    _check_told(task, by, task.full_attention_decode)
+    _check_told(task, by, evaluate.window)
     return evaluate
 
 
@@ -146,7 +146,7 @@ def _light_transfer(
 ) -> Ranking:
     from swa_jax.select.light_transfer import RECENT_KEYS, lazy_ratios
 
-    recent = min(RECENT_KEYS, max(1, task.sliding_window - lazy_sinks)) if recent is None else recent
+    recent = min(RECENT_KEYS, max(1, task.window.keys - lazy_sinks)) if recent is None else recent
     if max(len(example.prompt) for example in task.examples) <= recent + lazy_sinks:
         task.refuse(f"the {recent} keys of --recent reach over whole prompts, so that every layer is lazy")
     lazy = lazy_ratios(
@@ -205,9 +205,10 @@ def _static(task: Task, ratios: Sequence[float], *, method: Any) -> Ranking:
     from swa_jax.select.static import IN_WINDOW, LARGER_IS_LOCAL, static_scores
 
     longest = max((len(e.prompt) + len(e.answer) for e in task.examples), default=0)
-    if method in IN_WINDOW and longest <= task.sliding_window:
-        task.refuse(f"the window of {task.sliding_window} keys holds whole prompts, so that every head is local")
-    scores = static_scores(task.model, task.examples, method, **task.scoring, seed=task.seed, progress=task.progress)
+    if method in IN_WINDOW and longest <= task.window.keys:
+        task.refuse(f"the window of {task.window.size} keys holds whole prompts, so that every head is local")
+    options: dict[str, Any] = {"batch_size": task.batch_size, "seed": task.seed, "progress": task.progress}
+    scores = static_scores(task.model, task.examples, method, task.window, **options)
     if (scores == scores[0, 0]).all():
         task.refuse("every head has the same score")
     return _by_scores(scores, LARGER_IS_LOCAL[method])
@@ -218,14 +219,15 @@ def _gates(
 ) -> list[Chosen]:
     from swa_jax.select.gates import gate_logits
 
-    _check_told(task, "loss", task.full_attention_decode)
+    _check_told(task, "loss", task.window)
     found = []
     for ratio in ratios:
         scores = gate_logits(
             task.model,
             task.examples,
+            task.window,
             full_share=1 - ratio,
-            **task.scoring,
+            batch_size=task.batch_size,
             steps=steps,
             seed=task.seed,
             progress=task.progress,
@@ -384,8 +386,7 @@ def choose(method: str, task: Task, ratios: Sequence[float], **options: Any) -> 
             **({"windowed_heads": int((~full).sum())} if full.shape[1] > 1 else {}),
             **said,
         }
-        pattern = head_pattern(full, task.sliding_window, task.num_sink_tokens, provenance)
-        patterns.append(dataclasses.replace(pattern, full_attention_decode=task.full_attention_decode))
+        patterns.append(head_pattern(full, task.window, provenance))
     return patterns
 
 

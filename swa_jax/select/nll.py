@@ -30,6 +30,7 @@ from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_stacks import are_alike
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition, check_model, state_shardings
+from swa_jax.model.window import OWN, Window
 from swa_jax.select import toggles
 from swa_jax.select.content import content_key
 from swa_jax.select.gates import gate_gradient
@@ -47,9 +48,7 @@ class NLLScores:
     # [N, L] f64, nats a token: answer NLL of the base - answer NLL with layer l full besides; NaN of layers not tried
     deltas: np.ndarray
     window_nll: np.ndarray  # [N] f64: answer NLL of the base: every layer windowed, but for `full_layers`
-    sliding_window: int
-    num_sink_tokens: int
-    full_attention_decode: bool = True  # whether answer queries saw everything
+    window: Window
     full_layers: tuple[int, ...] = ()  # full in the base already; their deltas are 0
     gradient: np.ndarray | None = None  # [L] f64, nats a token: what named the layers tried
     picked: tuple[int, ...] = ()  # the layers that a greedy search took by these scores
@@ -79,9 +78,6 @@ class NLLScores:
 class Options(TypedDict, total=False):
     """How `LayerScorer` scores; all are optional."""
 
-    sliding_window: int | None
-    num_sink_tokens: int | None
-    full_attention_decode: bool
     batch_size: int
     reuse: bool
     toggles_at_once: int
@@ -91,33 +87,46 @@ class Options(TypedDict, total=False):
 
 
 def nll_scores(
-    model: Decoder, examples: Sequence[Example], *, progress: Progress | None = None, **options: Unpack[Options]
+    model: Decoder,
+    examples: Sequence[Example],
+    *,
+    sliding_window: int | None = None,
+    num_sink_tokens: int | None = None,
+    full_attention_decode: bool = True,
+    progress: Progress | None = None,
+    **options: Unpack[Options],
 ) -> np.ndarray:
     """delta_l = L_ans(all windowed) - L_ans(all windowed but layer l): [L] float64; larger = needs full attention more.
 
-    L_ans is the mean NLL of the answers' tokens (NLL-guided selection, Eq. 1). Options, costs and errors are those of
-    `LayerScorer`.
+    L_ans is the mean NLL of the answers' tokens (NLL-guided selection, Eq. 1); full-attention decode is the paper's
+    setting. Options, costs and errors are those of `LayerScorer`.
     """
-    return nll_deltas(model, examples, progress=progress, **options).mean
+    window = Window(sliding_window, num_sink_tokens, full_attention_decode)
+    return nll_deltas(model, examples, window, progress=progress, **options).mean
 
 
 def nll_deltas(
-    model: Decoder, examples: Sequence[Example], *, progress: Progress | None = None, **options: Unpack[Options]
+    model: Decoder,
+    examples: Sequence[Example],
+    window: Window = OWN,
+    *,
+    progress: Progress | None = None,
+    **options: Unpack[Options],
 ) -> NLLScores:
     """The same as `nll_scores`, but with the deltas of every example and their intervals."""
-    return LayerScorer(model, examples, **options)(progress=progress)
+    return LayerScorer(model, examples, window, **options)(progress=progress)
 
 
 class LayerScorer:
     """`scorer(full_layers) -> NLLScores`: with `full_layers` full, what does making one further layer full save?
 
-    An example has deltas of exactly 0 if the window holds its whole prompt (`len(prompt) <= sliding_window +
-    num_sink_tokens`; without full-attention decode, prompt and answer together).
+    An example has deltas of exactly 0 if the window holds its whole prompt (`Window.holds`; without full-attention
+    decode, prompt and answer together).
 
     Args:
-      sliding_window, num_sink_tokens: None takes those of the model's pattern.
-      full_attention_decode: True is the paper's setting. A layer that only *answer* queries need for looking far back
-        then scores nothing, because they see everything anyway. Take False for a pattern that will run without it.
+      window: what it does not give is the model's own. Full-attention decode is the paper's setting. A layer that only
+        *answer* queries need for looking far back then scores nothing, because they see everything anyway: leave it
+        out for a pattern that will run without it.
       reuse: start from the activations below the layer that is made full. This takes (L + 3) / (2 (L + 1)) of the
         layer evaluations of L + 1 whole passes, which False makes, and which a model
         of dense and sparse layers takes. The results are the same up to rounding.
@@ -138,10 +147,8 @@ class LayerScorer:
         self,
         model: Decoder,
         examples: Sequence[Example],
+        window: Window = OWN,
         *,
-        sliding_window: int | None = None,
-        num_sink_tokens: int | None = None,
-        full_attention_decode: bool = True,
         batch_size: int = 8,
         reuse: bool = True,
         toggles_at_once: int = 1,
@@ -149,15 +156,10 @@ class LayerScorer:
         file: Path | None = None,
         weights: str | None = None,
     ):
-        window = model.pattern.sliding_window if sliding_window is None else sliding_window
-        sinks = model.pattern.num_sink_tokens if num_sink_tokens is None else num_sink_tokens
-        if window is None:
-            raise ConfigError("sliding_window is missing (--window): give it, as the model's own pattern has none")
+        self.window = window.of(model.pattern.window)
         if toggles_at_once < 1:
             raise ConfigError(f"toggles_at_once must be at least 1, got {toggles_at_once}")
         check_examples(examples)
-        self.sliding_window, self.num_sink_tokens = window, sinks
-        self.full_attention_decode = full_attention_decode
         self.num_examples = len(examples)
         self.layers = model.config.num_hidden_layers
         self._config = model.config
@@ -172,20 +174,15 @@ class LayerScorer:
         # Where the window holds the whole prompt, window and full attention are the same function. Different kernels
         # would still round differently, and ranking that noise is what this avoids: all layers take the full kernel,
         # so that all L + 1 passes are the same program on the same data, and one of them stands for all.
-        queries = [len(e.prompt) + (0 if full_attention_decode else len(e.answer) - 1) for e in examples]
-        held = [count <= window + sinks for count in queries]
+        decode = self.window.full_decode
+        held = [self.window.holds(e.queries(decode)) for e in examples]
         self._batches: list[tuple[np.ndarray, AnswerBatch, bool]] = [
             (np.array(members)[index], batch, short)
             for short in (True, False)
             if (members := [i for i, one in enumerate(held) if one == short])
-            for index, batch in answer_batches(
-                [examples[i] for i in members], batch_size, full_attention_decode, partition
-            )
+            for index, batch in answer_batches([examples[i] for i in members], batch_size, decode, partition)
         ]
-        content = {} if file is None else content_key(
-            model, examples, weights=weights, sliding_window=window, num_sink_tokens=sinks,
-            full_attention_decode=full_attention_decode,
-        )  # fmt: skip
+        content = {} if file is None else content_key(model, examples, weights=weights, **self.window.fields)
         self._store = Store(file, "scores of layers", content)
 
     @property
@@ -227,14 +224,7 @@ class LayerScorer:
             else:
                 report(len(index), total)
         rows = np.array([self._losses(chosen, i) for i in range(self.num_examples)], float)  # [N, 1 + L]
-        return NLLScores(
-            rows[:, :1] - rows[:, 1:],
-            rows[:, 0],
-            self.sliding_window,
-            self.num_sink_tokens,
-            self.full_attention_decode,
-            chosen,
-        )
+        return NLLScores(rows[:, :1] - rows[:, 1:], rows[:, 0], self.window, chosen)
 
     def gradient(self, full_layers: Sequence[int] = ()) -> np.ndarray:
         """How fast the answers' loss falls as each layer, beside `full_layers`, is opened: [L] f64, nats a token."""
@@ -330,9 +320,7 @@ class LayerScorer:
         return rows.T
 
     def _pattern(self, full_layers: Sequence[int]) -> AttentionPattern:
-        return AttentionPattern.from_full_layers(
-            full_layers, self.layers, self.sliding_window, num_sink_tokens=self.num_sink_tokens
-        )
+        return AttentionPattern.from_full_layers(full_layers, self.layers, **self.window.fields)
 
     def _plan(self, full_layers: Sequence[int]) -> LayerPlan:
         return layer_plan(self._pattern(full_layers), self._config, toggles.KINDS)

@@ -40,6 +40,7 @@ from swa_jax.model.layer_stacks import are_alike
 from swa_jax.model.layer_types import FULL
 from swa_jax.model.layers import query_scale, rope_tables
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.window import Window
 from swa_jax.select.attention_rows import Heads, Rows, logits_of, sum_over_rows
 from swa_jax.select.kl import kl_scores
 
@@ -67,10 +68,8 @@ def static_scores(
     model: Decoder,
     examples: Sequence[Example],
     method: StaticMethod,
+    window: Window,
     *,
-    sliding_window: int,
-    num_sink_tokens: int = 0,
-    full_attention_decode: bool = False,
     batch_size: int = 1,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
@@ -82,8 +81,7 @@ def static_scores(
     Args:
       examples: prompts with answers. RAZOR uses only their length and the model's vocabulary.
       method: "dcam", "apl", "proxy", "qada", "razor", "fisher", "fisher-text", "kl" or "kl-layers".
-      num_sink_tokens: what a windowed head sees beside its window; only "kl" and "kl-layers" ask for it.
-      full_attention_decode: whether the answers' tokens see everything; as above.
+      window: only "kl" and "kl-layers" ask for more than its size.
       seed: the seed of RAZOR's random tokens.
       progress: called with (batches done, batches in all).
 
@@ -93,16 +91,8 @@ def static_scores(
     """
     config = model.config
     if method in ("kl", "kl-layers"):
-        return kl_scores(
-            model,
-            examples,
-            sliding_window=sliding_window,
-            num_sink_tokens=num_sink_tokens,
-            full_attention_decode=full_attention_decode,
-            whole_layers=method == "kl-layers",
-            batch_size=batch_size,
-            progress=progress,
-        )
+        whole = method == "kl-layers"
+        return kl_scores(model, examples, window, whole_layers=whole, batch_size=batch_size, progress=progress)
     check_softmax(config, f"{method} scores heads")
     kv_heads = config.common_kv_heads
     if method == "fisher-text":
@@ -112,20 +102,20 @@ def static_scores(
     graph, weights = nnx.split(model)
     if method == "razor":
         return _by_group(_razor(graph, weights, examples, config.vocab_size, seed), kv_heads)
-    batches = list(answer_batches(examples, batch_size, full_attention_decode=False))
+    batches = list(answer_batches(examples, batch_size, full_decode=False))
     by_batch, tokens = [], 0
     for done, (index, batch) in enumerate(batches):
         if method == "fisher":
-            values = fisher_masses(graph, weights, batch, sliding_window)
+            values = fisher_masses(graph, weights, batch, window.keys)
         else:
-            values = layer_statistics(graph, weights, batch.tokens, batch.segment_ids, (method, sliding_window))
+            values = layer_statistics(graph, weights, batch.tokens, batch.segment_ids, (method, window.keys))
         by_batch.append(np.asarray(values, np.float64)[:, : len(index)])  # [L, B, H] or [L, B, H, 2]
         tokens += int(batch.segment_ids[: len(index)].sum())
         if progress:
             progress(done + 1, len(batches))
     values = np.concatenate(by_batch, axis=1)
     if method == "apl":
-        scores = 1 - np.minimum(1, np.median(values, axis=1) / sliding_window)
+        scores = 1 - np.minimum(1, np.median(values, axis=1) / window.keys)
     elif method == "fisher":
         inside, total = np.moveaxis(values.sum(1), -1, 0)
         scores = np.where(total > 0, inside / np.where(total > 0, total, 1), 1)

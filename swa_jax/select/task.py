@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from swa_jax.evaluate.nll import AnswerScores
     from swa_jax.model.decoder import Decoder
     from swa_jax.model.sharding import Partition
+    from swa_jax.model.window import Window
 
 type Chosen = tuple[np.ndarray, dict[str, Any]]  # a mask [L, K] bool, True = full; or [L, 1]. And its provenance
 
@@ -28,9 +29,8 @@ class Task:
     Attributes:
       model: methods that look at places alone read its `config` only.
       examples: what to choose by.
-      sliding_window, num_sink_tokens: of the windowed layers or heads.
-      full_attention_decode: whether answers are decoded with full attention, in the patterns and while those methods
-        choose that run the model with windows.
+      window: of the windowed layers or heads, in the patterns and while those methods choose that run the model with
+        windows; what it does not give is the model's own.
       data: what the examples are, for the provenance; seed: how they were drawn, and the seed of the method.
       file: where a search keeps its scores, so that an interrupted one goes on; weights: for that file, the sum of the
         weights, as in `content_key`.
@@ -41,9 +41,7 @@ class Task:
 
     model: Decoder
     examples: Sequence[Example]
-    sliding_window: int
-    num_sink_tokens: int = 0
-    full_attention_decode: bool = False
+    window: Window
     batch_size: int = 8
     seed: int = 0
     data: str = ""
@@ -53,45 +51,35 @@ class Task:
     force: bool = False
     report: Callable[[str], None] = lambda _: None
     progress: Callable[[int, int], None] | None = None
-    _ends: dict[Any, tuple[AnswerScores, AnswerScores]] = dataclasses.field(default_factory=dict, repr=False)
+    _ends: dict[Window, tuple[AnswerScores, AnswerScores]] = dataclasses.field(default_factory=dict, repr=False)
 
-    @property
-    def windowed(self) -> dict[str, Any]:
-        return {"sliding_window": self.sliding_window, "num_sink_tokens": self.num_sink_tokens}
-
-    @property
-    def scoring(self) -> dict[str, Any]:
-        """How methods run the model."""
-        more = {"full_attention_decode": self.full_attention_decode, "batch_size": self.batch_size}
-        return self.windowed | more
+    def __post_init__(self) -> None:
+        self.window = self.window.of(self.model.pattern.window)
 
     @property
     def shape(self) -> tuple[int, int]:
         """(L, K): layers, and KV heads in each."""
         return self.model.config.num_hidden_layers, self.model.config.common_kv_heads
 
-    def ends(self, full_attention_decode: bool) -> tuple[AnswerScores, AnswerScores]:
-        """The scores of the examples under full attention, and under windows in every layer; computed once."""
+    def ends(self, window: Window) -> tuple[AnswerScores, AnswerScores]:
+        """The scores of the examples under full attention, and under this window in every layer; computed once."""
         from swa_jax.evaluate.nll import score_answers
         from swa_jax.model.pattern import AttentionPattern
 
-        layers, key = self.model.config.num_hidden_layers, (*self.windowed.values(), full_attention_decode)
-        if key not in self._ends:
+        layers = self.model.config.num_hidden_layers
+        if window not in self._ends:
+            options: dict[str, Any] = {"batch_size": self.batch_size, "partition": self.partition}
             full, windowed = (
                 score_answers(
                     self.model,
                     self.examples,
-                    batch_size=self.batch_size,
-                    full_attention_decode=full_attention_decode,
-                    pattern=AttentionPattern.from_full_layers(
-                        kept, layers, self.sliding_window, num_sink_tokens=self.num_sink_tokens
-                    ),
-                    partition=self.partition,
+                    pattern=AttentionPattern.from_full_layers(kept, layers, **window.fields),
+                    **options,
                 )
                 for kept in (range(layers), ())
             )
-            self._ends[key] = full, windowed
-        return self._ends[key]
+            self._ends[window] = full, windowed
+        return self._ends[window]
 
     def refuse(self, reason: str, advice: str = "take longer prompts or a smaller window") -> None:
         """Stop before anything is chosen by nothing; with `force` say so and go on."""

@@ -13,6 +13,7 @@ from swa_jax.model.lora import LoraConfig
 from swa_jax.model.remat import Remat
 from swa_jax.model.sequence_order import SequenceOrder
 from swa_jax.model.sharding import MeshConfig, ShardingRules
+from swa_jax.model.window import Window
 from swa_jax.train.compiler import XlaOptions
 from swa_jax.train.objectives import SwitchLoss
 from swa_jax.train.optimizer import OptimizerConfig
@@ -155,6 +156,10 @@ class TrainConfig:
             raise ConfigError(f"'log.every' must be at least 1, got {self.log.every}")
         if self.spike_factor is not None and self.spike_factor <= 1:
             raise ConfigError(f"'spike_factor' must be greater than 1, got {self.spike_factor}")
+
+    @property
+    def window(self) -> Window:
+        return Window(self.sliding_window, self.num_sink_tokens)
 
     @property
     def attention(self) -> str:

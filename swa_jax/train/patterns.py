@@ -16,6 +16,7 @@ from swa_jax.families.rope import nope_of_full_layers
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, SWITCH
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.window import Window
 from swa_jax.train.config import StageConfig, TrainConfig
 
 
@@ -71,15 +72,9 @@ def run_pattern(
     config: TrainConfig, start: Start, name: str | None = None, stage: StageConfig | None = None
 ) -> AttentionPattern:
     """The pattern of a recipe or file, by default the run's own, with the window of a stage if one is given."""
-    window = None if stage is None else stage.sliding_window
-    return load_pattern(
-        config.attention if name is None else name,
-        start.config,
-        seed=config.seed,
-        default_window=start.window,
-        sliding_window=config.sliding_window if window is None else window,
-        num_sink_tokens=config.num_sink_tokens,
-    )
+    window = Window(None if stage is None else stage.sliding_window).of(config.window, needed=False)
+    source = config.attention if name is None else name
+    return load_pattern(source, start.config, window, default_window=start.window, seed=config.seed)
 
 
 def stage_patterns(config: TrainConfig, start: Start, stage: StageConfig) -> list[AttentionPattern]:

@@ -114,7 +114,7 @@ def test_the_smallest_budget_that_is_named_can_be_met(source):
         with pytest.raises(ConfigError) as caught:
             find_space(memory, 0.001, [48, 100])
         named = float(str(caught.value).split("at least ")[1].split(" of")[0])
-        assert find_space(memory, named, [48, 100]).start.sliding_window == 48
+        assert find_space(memory, named, [48, 100]).start.window.size == 48
         with pytest.raises(ConfigError):
             find_space(memory, named - 0.002, [48, 100])
 

@@ -11,6 +11,7 @@ from swa_jax.adapt.source import find_source
 from swa_jax.adapt.tasks import Task
 from swa_jax.checkpoint.served_cache import Memory
 from swa_jax.evaluate import Example
+from swa_jax.model.window import Window
 from swa_jax.select.greedy_heads import Heads
 from swa_jax.select.nll import NLLScores
 
@@ -23,7 +24,7 @@ def source():
 def test_a_candidate_has_as_many_full_layers_as_fit(source):
     memory = Memory(source.config, source.hf_config, 1024)
     for budget in (0.2, 0.3, 0.5, 0.9):
-        pattern = fitting(Point("nll-gradient", 64), memory, budget, order=[5, 2, 0, 1, 3, 4, 6, 7])
+        pattern = fitting(Point("nll-gradient", Window(64)), memory, budget, order=[5, 2, 0, 1, 3, 4, 6, 7])
         full = len(pattern.full_layers)
         assert full == int((budget - 64 / 1024) / (1 - 64 / 1024) * 8)
         assert set(pattern.full_layers) == set([5, 2, 0, 1, 3, 4, 6, 7][:full])
@@ -32,14 +33,14 @@ def test_a_candidate_has_as_many_full_layers_as_fit(source):
 
 def test_the_space_is_what_the_server_can_run(source):
     here = find_space(Memory(source.config, source.hf_config, 1024), 1.0, [64, 128])
-    assert here.values["num_sink_tokens"] == (0, 4)
-    assert here.start.num_sink_tokens == 4  # layers are ranked with sink tokens where these may be chosen
-    assert here.values["full_attention_decode"] == (False, True)
+    assert here.values["sink_tokens"] == (0, 4)
+    assert here.start.window.sink_tokens == 4  # layers are ranked with sink tokens where these may be chosen
+    assert here.values["full_decode"] == (False, True)
     served = find_space(Memory(source.config, source.hf_config, 1024, "vllm", 64), 0.3, [64, 128, 256])
-    assert served.values["num_sink_tokens"] == (0,)
-    assert served.start.num_sink_tokens == 0
-    assert served.values["full_attention_decode"] == (False,)
-    assert served.values["sliding_window"] == (64, 128)
+    assert served.values["sink_tokens"] == (0,)
+    assert served.start.window.sink_tokens == 0
+    assert served.values["full_decode"] == (False,)
+    assert served.values["size"] == (64, 128)
     assert len(served.left_out) == 3  # a window, sink tokens, full-attention decode
     heads = find_space(Memory(source.config, source.hf_config, 1024), 0.3, [64], "heads")
     assert heads.start.layout == "nll-heads"
@@ -97,8 +98,8 @@ class Asked:
 
     layers, shape, num_known, num_evaluations, full_attention_decode = 8, (8, 4), 0, 0, False
 
-    def __init__(self, model, examples, **options):
-        type(self).examples, type(self).options = examples, options
+    def __init__(self, model, examples, window, **options):
+        type(self).examples, type(self).window = examples, window
 
     def greedy(self, budget, *, tried, rounds, progress):
         type(self).asked = budget, tried, rounds
@@ -106,9 +107,9 @@ class Asked:
         saved[:, [1, 2, 6]] = 2.0, 1.5, 1.0
         if tried is not None:
             saved[:, 7] = np.nan
-        first = NLLScores(saved, np.ones(2), 64, 4, False, picked=(1,))
+        first = NLLScores(saved, np.ones(2), Window(64, 4, False), picked=(1,))
         second = np.where(np.arange(8) == 1, 0.0, saved / 2)
-        return [first, NLLScores(second, np.ones(2), 64, 4, False, (1,), np.arange(8.0), (2, 6))]
+        return [first, NLLScores(second, np.ones(2), Window(64, 4, False), (1,), np.arange(8.0), (2, 6))]
 
     def save(self):
         pass
@@ -122,7 +123,7 @@ def ranked(source, tmp_path, monkeypatch, unit, effort, budget=0.45):
     example = Example([1] * 9, [2], [])
     tasks = [Task("a", "", "", [example] * 8), Task("text", "", "", [example] * 2, answers=False)]
     rest = (8, EFFORTS[effort], 0, lambda _: None, lambda *_: None)
-    search = Search(None, tasks, {}, memory, budget, space, tmp_path, "k" * 32, *rest)
+    search = Search(source, tasks, {}, memory, budget, space, tmp_path, "k" * 32, *rest)
     search._rank()
     return search
 
@@ -131,11 +132,11 @@ def test_layers_are_ranked_with_sink_tokens_on_a_few_examples(source, tmp_path, 
     search = ranked(source, tmp_path, monkeypatch, "layers", "normal")
     assert (search.space.most, Asked.asked) == (3, (3, None, 8))  # 8 layers: all are scored
     assert len(Asked.examples) == 4 + 1
-    assert (Asked.options["sliding_window"], Asked.options["num_sink_tokens"]) == (64, 4)
+    assert Asked.window == Window(64, 4, False)
     assert search._order == [1, 2, 6]
     worth = [score[0] for score in search._layer_scores]
     assert worth == [0.0, 2.0, 0.75, 0.0, 0.0, 0.0, 0.5, 0.0]  # beside those found before
-    pattern = search._pattern(Point("nll-gradient", 64, 4))
+    pattern = search._pattern(Point("nll-gradient", Window(64, 4)))
     assert pattern.full_layers == (1, 2, 6)
     assert pattern.provenance["picked"] == [1, 2, 6]
     assert pattern.provenance["gradients"] == [[float(i) for i in range(8)]]
@@ -160,10 +161,10 @@ def test_heads_are_ranked_the_same_way(source, tmp_path, monkeypatch):
 
     monkeypatch.setattr("swa_jax.select.greedy_heads.greedy_heads", greedy_heads)
     search = ranked(source, tmp_path, monkeypatch, "heads", "normal")
-    assert Asked.options["num_sink_tokens"] == 4
-    pattern = search._pattern(Point("nll-heads", 64, 4))
+    assert Asked.window.sink_tokens == 4
+    pattern = search._pattern(Point("nll-heads", Window(64, 4)))
     assert search.space.most == 13
     assert pattern.full_kv_heads == ((0, 3),) * 5 + ((3,),) * 3
     assert pattern.num_sink_tokens == 4
-    assert fitting(Point("nll-heads", 64, 4, True), search.memory, 1.0).full_attention_decode
+    assert fitting(Point("nll-heads", Window(64, 4, True)), search.memory, 1.0).full_attention_decode
     assert pattern.provenance["gradients"]

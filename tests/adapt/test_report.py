@@ -11,6 +11,7 @@ from swa_jax.adapt.report import _candidate, _pattern_words, _signed, summary, v
 from swa_jax.adapt.search import Point, _title
 from swa_jax.adapt.stages import Results
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.window import Window
 
 
 def row(figure, difference, task="text"):
@@ -128,8 +129,8 @@ def test_verdict_memory_and_serving_come_first(job):
 def test_a_candidate_without_full_layers_is_not_said_to_have_chosen_them():
     none = candidate(AttentionPattern.from_full_layers([], 8, 16), 0.1, 0.2)
     assert list(_candidate(none).items())[:2] == [("Full layers", "none"), ("How they were chosen", "")]
-    assert _title(Point("nll-gradient", 16), some_full=False) == "window 16, no full layers"
-    assert _title(Point("nll-gradient", 16)) == "window 16, full layers chosen by the answers' loss"
+    assert _title(Point("nll-gradient", Window(16)), some_full=False) == "window 16, no full layers"
+    assert _title(Point("nll-gradient", Window(16))) == "window 16, full layers chosen by the answers' loss"
 
 
 @pytest.mark.parametrize(

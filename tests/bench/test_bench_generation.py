@@ -10,6 +10,7 @@ from swa_jax.bench import generation
 from swa_jax.bench.generation import measure
 from swa_jax.model.cache import cache_bytes
 from swa_jax.model.generate import round_up
+from swa_jax.model.window import Window
 from swa_jax.select.heads import head_pattern, heuristic_mask
 
 
@@ -23,12 +24,12 @@ def test_memory_is_the_formula_and_rounds_take_turns(monkeypatch):
         return real(model, *rest)
 
     monkeypatch.setattr(generation, "_time", time)
-    told = {"sliding_window": 8, "num_sink_tokens": 2, "length": 60, "batch_size": 2, "new_tokens": 3}
-    rows = measure(planted_model(), [0.0, 0.5, 1.0], rounds=1, **told)
+    told = {"length": 60, "batch_size": 2, "new_tokens": 3}
+    rows = measure(planted_model(), [0.0, 0.5, 1.0], Window(8, 2), rounds=1, **told)
     assert ran == 2 * [32, 16, 0]
     for row in rows:
         mask = heuristic_mask("random-heads", LAYERS, KV_HEADS, row["ratio"])
-        pattern = head_pattern(mask, 8, 2, {})
+        pattern = head_pattern(mask, Window(8, 2))
         assert row["windowed_heads"] == (~mask).sum()
         assert row["kv_cache_bytes"] == cache_bytes(CONFIG, pattern, 1, round_up(63), 4)
         assert row["decode_tokens_per_second"] > 0
@@ -46,5 +47,5 @@ def test_on_the_command_line(monkeypatch, tmp_path):
     assert "75% (24)" in output
     report = json.loads((tmp_path / "new" / "g.json").read_text())
     assert [row["ratio"] for row in report["rows"]] == [0, 0.75]
-    assert "--window is missing" in fails("bench", "generation", *options)
+    assert "no window is given (--window)" in fails("bench", "generation", *options)
     assert "ratio is 2.0" in fails("bench", "generation", "x", "--window", 8, "--ratio", 2)

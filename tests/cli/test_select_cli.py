@@ -1,6 +1,5 @@
 """`select METHOD` and `pattern diff` as a user calls them."""
 
-import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -16,6 +15,7 @@ from swa_jax.cli.select import app
 from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.evaluate import prompt_examples
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.window import Window
 from swa_jax.select import nll_scores
 from swa_jax.select.heads import head_mask, head_pattern, rank_correlation
 from swa_jax.select.methods import DEFAULT, METHODS
@@ -164,7 +164,7 @@ def test_a_ranking_writes_a_pattern_with_its_scores(checkpoint, tmp_path, method
 
 def test_a_window_is_needed(checkpoint, tmp_path):
     arguments = ("select", "dcam", checkpoint, "--ratio", 0.5, "--out", tmp_path / "p.json")
-    assert fails(*arguments) == "--window is missing: give it, as the model's own pattern has none"
+    assert fails(*arguments) == "no window is given (--window), and the model's own pattern has none"
 
 
 def test_choices_by_chance_keep_the_count(checkpoint, tmp_path):
@@ -178,7 +178,7 @@ def test_pattern_diff_counts_and_swaps(tmp_path):
     small[0] = False
     large[0, 2:] = large[1] = False
     for name, mask in (("small", small), ("large", large)):
-        pattern = dataclasses.replace(head_pattern(mask, 16, 2, {}), full_attention_decode=name == "large")
+        pattern = head_pattern(mask, Window(16, 2, name == "large"))
         pattern.to_json(tmp_path / f"{name}.json")
     files = (tmp_path / "small.json", tmp_path / "large.json")
     output = run("pattern", "diff", *files, "--kv-heads", 4, "--swap", tmp_path / "swap.json")

@@ -13,7 +13,7 @@ from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.errors import ConfigError
 from swa_jax.estimates import accuracy_interval, bootstrap
-from swa_jax.evaluate import Example, score_answers
+from swa_jax.evaluate import Example, answer_nll, score_answers
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.generate import generate
 from swa_jax.model.pattern import AttentionPattern
@@ -75,9 +75,7 @@ def test_whole_texts_predict_every_token_once(lm: HarnessModel) -> None:
     eos, tokens = lm.tokenizer.eos_id, lm.tokenizer.encode(long)
     windows = [(p, a) for p, a in rolling_windows(tokens, eos, 64)]
     assert [token for _, a in windows for token in a] == tokens
-    nll = [
-        score_answers(lm.model, [Example(p, a, [])], full_attention_decode=False).nll[0] * len(a) for p, a in windows
-    ]
+    nll = [answer_nll(lm.model, [Example(p, a, [])], full_attention_decode=False)[0] * len(a) for p, a in windows]
     assert got[1] == pytest.approx(-sum(nll), rel=1e-5)
     whole = score_answers(lm.model, [Example([eos], lm.tokenizer.encode(short), [])]).nll[0]
     assert got[0] == pytest.approx(-whole * len(short), rel=1e-5)

@@ -38,10 +38,6 @@ DECIDED = {
     ("wrap", "chat_wrap", "answers_at_once"),  # --thinking says more
     ("first_rows", "make_batches", "rows"),
     ("train_flops_per_token", "attention_flops", "full_ratio"),
-    ("__init__", "AttentionPattern", "full_attention_decode"),  # MaskEvaluator: its batches know, as in the next two
-    ("gate_logits", "AttentionPattern", "full_attention_decode"),
-    ("kl_scores", "AttentionPattern", "full_attention_decode"),
-    ("kl_scores", "AttentionPattern", "num_sink_tokens"),
     ("_linear", "Parameter", "matrix"),
     ("_linear", "Parameter", "output"),
     ("scheduled_backward", "order_pairs", "num_active"),

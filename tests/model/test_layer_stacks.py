@@ -16,6 +16,7 @@ from swa_jax.model.decoder import Decoder
 from swa_jax.model.flops import attention_flops, work_by_position
 from swa_jax.model.layer_stacks import head_groups, layer_stacks
 from swa_jax.model.lora import LoraConfig, merge_lora, with_lora
+from swa_jax.model.window import Window
 from swa_jax.select.nll import nll_deltas
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(61, size=(2, 21)), jnp.int32)
@@ -111,7 +112,7 @@ def test_layers_that_differ_are_selected_by_whole_passes():
     model = Decoder(config, make("FFFF", sliding_window=None), rngs=nnx.Rngs(0))
     rng = np.random.default_rng(1)
     examples = [Example(rng.integers(257, size=20).tolist(), rng.integers(257, size=2).tolist(), []) for _ in range(2)]
-    found = nll_deltas(model, examples, sliding_window=4)
+    found = nll_deltas(model, examples, Window(4, full_decode=True))
     assert found.deltas.shape == (2, 4)
     assert (np.abs(found.deltas).max(0) > 1e-5).all()
 

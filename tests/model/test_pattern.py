@@ -13,6 +13,7 @@ from swa_jax.families.pattern_files import load_pattern
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.recipes import SWAA_ROWS, begin_middle_end
+from swa_jax.model.window import Window
 
 
 def layers(recipe: str, depth: int = 12, **options) -> tuple[int, ...]:
@@ -111,8 +112,8 @@ def test_options_win_over_a_file(tmp_path):
     pattern = AttentionPattern.from_full_layers([0], 2, 4, num_sink_tokens=2, full_attention_decode=True)
     pattern.to_json(tmp_path / "p.json")
     for source in (tmp_path / "p.json", str(tmp_path / "p.json"), pattern.to_json()):
-        assert load_pattern(source, config, sliding_window=None, seed=3) == pattern
-        changed = load_pattern(source, config, sliding_window=6, num_sink_tokens=0)
+        assert load_pattern(source, config, seed=3) == pattern
+        changed = load_pattern(source, config, Window(6, 0))
         assert changed == dataclasses.replace(pattern, sliding_window=6, num_sink_tokens=0)
 
 
@@ -288,9 +289,9 @@ def test_validate(pattern, sentence):
 def test_load_pattern(tmp_path):
     pattern = make("wFwF")
     pattern.to_json(tmp_path / "p.json")
-    assert load_pattern(pattern, SOFTMAX) is pattern
+    assert load_pattern(pattern, SOFTMAX) == pattern
     assert load_pattern(tmp_path / "p.json", SOFTMAX) == pattern
-    assert load_pattern("interleave-1-in-2", SOFTMAX, sliding_window=6) == pattern
+    assert load_pattern("interleave-1-in-2", SOFTMAX, Window(6)) == pattern
     with pytest.raises(ConfigError, match="3 layers, the model 4"):
         load_pattern(make("www"), SOFTMAX)
 

@@ -13,6 +13,7 @@ from swa_jax.errors import ConfigError
 from swa_jax.evaluate import Example
 from swa_jax.evaluate.nll import score_answers, score_batch
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.window import Window
 from swa_jax.select import MaskEvaluator, Score, Task, bosch, choose
 from swa_jax.select.bosch_search import adaptive_counts, layer_weights
 from swa_jax.select.heads import head_mask, head_pattern
@@ -33,7 +34,7 @@ def examples():
 
 
 def evaluator(model, examples, **options):
-    return MaskEvaluator(model, examples, sliding_window=WINDOW_SIZE, batch_size=16, **options)
+    return MaskEvaluator(model, examples, **({"window": Window(WINDOW_SIZE), "batch_size": 16} | options))
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def test_each_planted_head_answers_its_class_alone(evaluate):
 
 
 def test_sink_tokens_that_hold_the_prompt_answer_everything(model, examples):
-    sinks = evaluator(model, examples, num_sink_tokens=len(examples[0].prompt))
+    sinks = evaluator(model, examples, window=Window(WINDOW_SIZE, len(examples[0].prompt)))
     assert sinks(np.zeros((LAYERS, KV_HEADS), bool)).value == 1
 
 
@@ -60,9 +61,9 @@ def test_masks_under_full_attention_decode(model, examples):
     asked = [Example(e.prompt[:-1], [e.prompt[-1], *e.answer], []) for e in examples[:4]]
     mask = planted_mask()
     for decode in (False, True):
-        got = evaluator(model, asked, full_attention_decode=decode)(mask).log_likelihood
-        pattern = dataclasses.replace(head_pattern(mask, WINDOW_SIZE, 0, {}), full_attention_decode=decode)
-        scored = score_answers(model, asked, pattern=pattern, full_attention_decode=decode)
+        window = Window(WINDOW_SIZE, 0, decode)
+        got = evaluator(model, asked, window=window)(mask).log_likelihood
+        scored = score_answers(model, asked, pattern=head_pattern(mask, window))
         assert got == pytest.approx(-float(scored.nll.mean()), rel=1e-5)
 
 
@@ -138,7 +139,7 @@ def test_the_ends_of_the_ratio_need_no_search(evaluate):
 
 
 def test_prompts_inside_the_window_make_every_mask_the_same(model, examples):
-    evaluate = MaskEvaluator(model, examples, sliding_window=len(examples[0].prompt), batch_size=16)
+    evaluate = MaskEvaluator(model, examples, Window(len(examples[0].prompt)), batch_size=16)
     rng = np.random.default_rng(0)
     scores = {evaluate(rng.random((LAYERS, KV_HEADS)) < 0.5) for _ in range(5)}
     assert len(scores) == 1  # to the last bit
@@ -151,7 +152,7 @@ def test_full_attention_without_an_answer_is_refused(model, examples):
         bosch(evaluator(model, wrong), 0.5)
     with pytest.raises(ConfigError, match=r"ratio is 1\.5"):
         bosch(evaluator(model, examples), 1.5)
-    with pytest.raises(ConfigError, match="sliding_window is missing"):
+    with pytest.raises(ConfigError, match="no window is given"):
         MaskEvaluator(model, examples)
 
 
@@ -186,7 +187,7 @@ def test_scores_of_another_search_are_refused(model, examples, tmp_path):
     with pytest.raises(ConfigError, match=r"scores of masks of other content \(other examples .*name another file"):
         evaluator(model, examples[::-1], file=file)
     with pytest.raises(ConfigError, match="sliding_window was 8 there and is 9 here"):
-        MaskEvaluator(model, examples, sliding_window=9, file=file)
+        MaskEvaluator(model, examples, Window(9), file=file)
     other = planted_model(noise=0.5, seed=1)
     with pytest.raises(ConfigError, match="other weights, so that it is of another model"):
         evaluator(other, examples, file=file)
@@ -198,7 +199,9 @@ def test_scores_of_another_search_are_refused(model, examples, tmp_path):
 
 def test_the_pattern_says_how_it_was_found(tmp_path):
     file = tmp_path / "masks.json"
-    task = Task(planted_model(), planted_examples(), WINDOW_SIZE, batch_size=16, seed=5, data="planted", file=file)
+    task = Task(
+        planted_model(), planted_examples(), Window(WINDOW_SIZE), batch_size=16, seed=5, data="planted", file=file
+    )
     (pattern,) = choose("bosch", task, [RATIO], iterations=2)
     again = AttentionPattern.from_json(pattern.to_json())
     assert again == pattern

@@ -19,6 +19,7 @@ from swa_jax.evaluate import Example
 from swa_jax.evaluate.nll import score_answers
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.window import Window
 from swa_jax.select.compare import compare, summary
 from swa_jax.select.heads import head_mask, head_pattern
 from swa_jax.select.methods import METHODS, choose
@@ -42,7 +43,7 @@ def test_patterns_with_heads_are_data_to_one_program(model, monkeypatch):
     masks[1][0] = [True, False, True, False]
     sizes = []
     for mask in masks:
-        pattern = head_pattern(mask, WINDOW_SIZE, 1, {})
+        pattern = head_pattern(mask, Window(WINDOW_SIZE, 1))
         scored = score_answers(model, examples, pattern=pattern)
         sizes.append(nll.score_batch._cache_size())
         own = score_answers(model.with_pattern(pattern), examples)
@@ -50,16 +51,17 @@ def test_patterns_with_heads_are_data_to_one_program(model, monkeypatch):
         assert scored.nll.max() < 2 or mask is not masks[0]
     assert sizes[0] == sizes[1] == sizes[2]
     two = [Example(e.prompt[:-1], [e.prompt[-1], *e.answer], []) for e in examples]
-    pattern = dataclasses.replace(head_pattern(masks[1], WINDOW_SIZE, 1, {}), full_attention_decode=True)
+    pattern = head_pattern(masks[1], Window(WINDOW_SIZE, 1, True))
     free = score_answers(model, two, pattern=pattern)
     np.testing.assert_allclose(free.nll, score_answers(model.with_pattern(pattern), two).nll, rtol=1e-5)
-    bound = score_answers(model, two, pattern=pattern, full_attention_decode=False)
+    bound = score_answers(model, two, pattern=pattern.with_window(Window(full_decode=False)))
     assert not np.allclose(free.nll, bound.nll)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_windows_the_share_it_is_told(model, method):
-    task = Task(model, planted_examples(4), WINDOW_SIZE, full_attention_decode=method == "kl", batch_size=4, force=True)
+    window = Window(WINDOW_SIZE, full_decode=method == "kl")
+    task = Task(model, planted_examples(4), window, batch_size=4, force=True)
     less = {"iterations": 2, "steps": 2}
     own = {option: value for option, value in less.items() if option in METHODS[method].options}
     for pattern, ratio in zip(choose(method, task, [0.5, 0.75], **own), (0.5, 0.75), strict=True):
@@ -74,7 +76,7 @@ def test_results_are_kept_and_summed_up(model, tmp_path):
         return compare(
             model, [("full", AttentionPattern.from_recipe("full", LAYERS))], planted_examples(16, seed=9), tmp_path,
             methods=methods, ratios=[RATIO], seeds=seeds, draw=lambda seed: planted_examples(seed=seed),
-            sliding_window=WINDOW_SIZE, iterations=100, batch_size=16, settings={"model": "planted"} | settings,
+            window=Window(WINDOW_SIZE), iterations=100, batch_size=16, settings={"model": "planted"} | settings,
             report=lines.append, progress=lambda *count: counts.append(count),
         )  # fmt: skip
 
@@ -124,14 +126,14 @@ def test_results_are_kept_and_summed_up(model, tmp_path):
 def scored(model, patterns, out, **options):
     """The rows of these patterns, and the lines of those that were scored and not found."""
     lines = []
-    options = {"draw": lambda _: [], "sliding_window": None, "settings": {}, "batch_size": 16} | options
+    options = {"draw": lambda _: [], "settings": {}, "batch_size": 16} | options
     rows = compare(model, patterns, planted_examples(), out, report=lines.append, **options)
     return rows, [line for line in lines if line.endswith("% found")]
 
 
 def test_a_pattern_that_changes_under_its_name_is_scored_again(model, tmp_path):
     full = AttentionPattern.from_recipe("full", LAYERS)
-    planted = head_pattern(planted_mask(), WINDOW_SIZE, 0, {})
+    planted = head_pattern(planted_mask(), Window(WINDOW_SIZE))
     windows = AttentionPattern.from_recipe("window", LAYERS, sliding_window=WINDOW_SIZE)
     first, _ = scored(model, [("full", full), ("mine.json", planted)], tmp_path)
     second, lines = scored(model, [("full", full), ("mine.json", windows)], tmp_path)
@@ -165,12 +167,12 @@ def test_rows_of_other_weights_data_and_options_are_not_taken(model, tmp_path):
     assert scored(model, full, tmp_path)[1] == []
     # What a method chose depends on all that it chose by.
     choose_by = {"methods": ["dcam"], "ratios": [0.5], "seeds": [0], "draw": lambda seed: planted_examples(4)}
-    window = {"sliding_window": WINDOW_SIZE}
+    window = {"window": Window(WINDOW_SIZE)}
     assert len(scored(model, full, tmp_path, **choose_by, **window)[1]) == 1
     assert scored(model, full, tmp_path, **choose_by, **window)[1] == []
     for change in (
-        {"sliding_window": 9},
-        {"num_sink_tokens": 1},
+        {"window": Window(9)},
+        {"window": Window(WINDOW_SIZE, 1)},
         {"eval_window": 7},
         {"draw": lambda seed: planted_examples(4, seed=5)},
     ):
@@ -178,7 +180,7 @@ def test_rows_of_other_weights_data_and_options_are_not_taken(model, tmp_path):
         assert (len(rows), len(lines)) == (2, 1)
     chosen = AttentionPattern.from_json(tmp_path / "patterns" / "dcam-0.5-seed-0.json")
     assert chosen == AttentionPattern.from_json(json.dumps(rows[1]["pattern"]))
-    scored(model, full, tmp_path, **choose_by, sliding_window=9)  # its own again, though nothing is scored
+    scored(model, full, tmp_path, **choose_by | {"window": Window(9)})  # its own again, though nothing is scored
     assert AttentionPattern.from_json(tmp_path / "patterns" / "dcam-0.5-seed-0.json").sliding_window == 9
 
 
@@ -190,7 +192,7 @@ def _half(model):
 def test_methods_do_not_choose_by_prompts_that_tell_nothing(model, tmp_path):
     windows = AttentionPattern.from_recipe("window", LAYERS, sliding_window=WINDOW_SIZE)
     full = AttentionPattern.from_recipe("full", LAYERS)
-    choose_by = {"methods": ["interleave"], "ratios": [0.5], "seeds": [0], "sliding_window": WINDOW_SIZE}
+    choose_by = {"methods": ["interleave"], "ratios": [0.5], "seeds": [0], "window": Window(WINDOW_SIZE)}
     weak = [("full", windows), ("window", dataclasses.replace(windows, num_sink_tokens=4))]
     same = [("full", full), ("window", full)]
     sentences = {
@@ -206,7 +208,7 @@ def test_methods_do_not_choose_by_prompts_that_tell_nothing(model, tmp_path):
         rows, _ = scored(model, patterns, out, force=True, **choose_by)
         assert len(rows) == 3
         lines = []  # where nothing is chosen it is said, and shown
-        shown = {"draw": lambda _: [], "sliding_window": None, "settings": {}, "report": lines.append}
+        shown = {"draw": lambda _: [], "settings": {}, "report": lines.append}
         assert len(compare(model, patterns, planted_examples(), tmp_path / f"{name} alone", **shown)) == 2
         assert lines[-1].startswith(sentences[name])
     told, lines = scored(model, [("full", full), ("window", windows)], tmp_path / "told", **choose_by)
@@ -246,7 +248,7 @@ def test_the_window_where_the_model_has_none(tmp_path, byte_tokenizer):
     """Recipes take 2048; methods, which choose what to window, want to be told."""
     checkpoint = byte_checkpoint(tmp_path, byte_tokenizer, make("FF", sliding_window=None))
     options = ("--held-out", 2, "--length", 320, "--force")
-    missing = "--window is missing: give it, as the model's own pattern has none"
+    missing = "no window is given (--window), and the model's own pattern has none"
     file = tmp_path / "mine.json"
     make("Fw", sliding_window=96, num_sink_tokens=10).to_json(file)
     out = ("--out", tmp_path / "out")
@@ -268,7 +270,7 @@ def test_a_method_that_chooses_says_how_far_it_is(model, tmp_path, method):
     counts = []
     compare(
         model, [("full", AttentionPattern.from_recipe("full", LAYERS))], planted_examples(4), tmp_path,
-        methods=[method], ratios=[0.5], seeds=[3], draw=lambda seed: planted_examples(4), sliding_window=WINDOW_SIZE,
+        methods=[method], ratios=[0.5], seeds=[3], draw=lambda seed: planted_examples(4), window=Window(WINDOW_SIZE),
         iterations=2, batch_size=2, settings={}, progress=lambda *count: counts.append(count),
     )  # fmt: skip
     assert [count for count in counts if len(count) == 2] == [(1, 2), (2, 2)]
@@ -282,7 +284,7 @@ def test_a_method_that_chooses_says_how_far_it_is(model, tmp_path, method):
 def test_another_window_for_scoring(model, tmp_path):
     rows = compare(
         model, [], planted_examples(8), tmp_path, methods=["interleave"], ratios=[1.0], seeds=[0],
-        draw=lambda _: [], sliding_window=WINDOW_SIZE, eval_window=48, settings={},
+        draw=lambda _: [], window=Window(WINDOW_SIZE), eval_window=48, settings={},
     )  # fmt: skip
     assert rows[0]["needle_accuracy"] == 1
     chosen = AttentionPattern.from_json(tmp_path / "patterns" / "interleave-1-seed-0.json")
@@ -296,13 +298,13 @@ def test_full_attention_decode(model, tmp_path):
     def go(decode):
         rows = compare(
             model, [], asked, tmp_path, methods=["nll", "kl"], ratios=[0.75], seeds=[0], draw=lambda _: asked,
-            sliding_window=WINDOW_SIZE, full_attention_decode=decode, iterations=4, settings={}, force=True,
+            window=Window(WINDOW_SIZE, full_decode=decode), iterations=4, settings={}, force=True,
             report=lines.append,
         )  # fmt: skip
         for row in rows:
             pattern = AttentionPattern.from_json(json.dumps(row["pattern"]))
             assert pattern.full_attention_decode == decode
-            scored = score_answers(model, asked, pattern=pattern, full_attention_decode=decode)
+            scored = score_answers(model, asked, pattern=pattern)
             assert row["answer_nll"] == pytest.approx(float(scored.nll.mean()), rel=1e-6)
         assert rows[0]["pattern"]["provenance"]["scored_with_full_attention_decode"] == decode
         return rows[1]["pattern"]["provenance"]["scores"]

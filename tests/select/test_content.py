@@ -18,6 +18,7 @@ from swa_jax.evaluate import Example
 from swa_jax.files import digest
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.window import Window
 from swa_jax.select import LayerScorer, MaskEvaluator
 
 FULL = np.ones((LAYERS, KV_HEADS), bool)
@@ -39,7 +40,7 @@ def mute(seed):
 
 def test_a_saturated_model_is_not_taken_for_another(tmp_path):
     file, examples = tmp_path / "scores.json", planted_examples()
-    options = {"sliding_window": WINDOW_SIZE, "batch_size": 16}
+    options = {"window": Window(WINDOW_SIZE), "batch_size": 16}
     first, other = saturated(), saturated(seed=3)
     scored = MaskEvaluator(first, examples, file=file, **options)
     alone = MaskEvaluator(other, examples, **options)
@@ -57,7 +58,7 @@ def test_models_that_score_alike_have_files_of_their_own(scorer, tmp_path):
 
     def make_scorer(model=None, examples=examples, **options):
         model = mute(0) if model is None else model
-        return scorer(model, examples, **({"sliding_window": 4, "file": file} | options))
+        return scorer(model, examples, **({"window": Window(4), "file": file} | options))
 
     made = make_scorer()
     if scorer is LayerScorer:
@@ -90,14 +91,20 @@ def test_every_option_that_decides_is_in_the_key(scorer, tmp_path):
     model, examples = mute(0), [Example(list(range(20)), [5, 6], [])]
     parameters = inspect.signature(scorer).parameters.values()
     deciding = {p.name: p.default for p in parameters if p.kind == p.KEYWORD_ONLY and p.name not in HOW}
-    given = {name: 4 if default is None else default for name, default in deciding.items()}
-    made = scorer(model, examples, file=tmp_path / "scores.json", weights="a", **given)
+    given = deciding | dataclasses.asdict(Window(4, 4, False))
+
+    def make_scorer(given):
+        window = Window(*(given[field.name] for field in dataclasses.fields(Window)))
+        options = {name: given[name] for name in deciding}
+        return scorer(model, examples, window, file=tmp_path / "scores.json", weights="a", **options)
+
+    made = make_scorer(given)
     made() if scorer is LayerScorer else made(np.ones((2, 1), bool))
     for name, value in given.items():
         other = {bool: lambda x: not x, str: lambda x: f"not {x}"}.get(type(value), lambda x: x + 1)
         changed = given | {name: other(value)}
-        with pytest.raises(ConfigError, match=f"{name} was {value} there and is {changed[name]} here"):
-            scorer(model, examples, file=tmp_path / "scores.json", weights="a", **changed)
+        with pytest.raises(ConfigError, match=f"was {value} there and is {changed[name]} here"):
+            make_scorer(changed)
 
 
 def test_the_content_key_sees_what_decides_and_nothing_else():

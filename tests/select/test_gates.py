@@ -16,6 +16,7 @@ from swa_jax.evaluate.nll import answer_batches, score_answers
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import WINDOW
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.window import Window
 from swa_jax.select import gates as gates_module
 from swa_jax.select.gates import GATE, gate_gradient, gate_logits, gated_loss
 from swa_jax.select.heads import head_pattern, window_most_local
@@ -39,7 +40,7 @@ def test_open_and_shut_gates_are_full_and_window_attention(config, decode):
     full[1, 0] = full[2] = True
     for mask in (np.ones((4, 2), bool), np.zeros((4, 2), bool), full):
         got = gated_loss(model, jnp.asarray(mask, jnp.float32), batch)[: len(index)]
-        pattern = dataclasses.replace(head_pattern(mask, 4, 1, {}), full_attention_decode=decode)
+        pattern = head_pattern(mask, Window(4, 1, decode))
         expected = score_answers(model.with_pattern(pattern), asked, batch_size=4).nll[index]
         assert_close(got, expected.astype(np.float32), "float32")
 
@@ -90,9 +91,7 @@ def test_gradients_flow_through_full_attention_where_they_are_let():
 
 def test_the_noise_is_drawn_by_the_seed():
     model = Decoder(dataclasses.replace(SOFTMAX, num_hidden_layers=1), WINDOWED_ONE, rngs=nnx.Rngs(0))
-    runs = [
-        gate_logits(model, examples(61), full_share=0.5, sliding_window=4, steps=3, seed=seed) for seed in (0, 0, 1)
-    ]
+    runs = [gate_logits(model, examples(61), Window(4), full_share=0.5, steps=3, seed=seed) for seed in (0, 0, 1)]
     np.testing.assert_array_equal(runs[0], runs[1])
     assert np.abs(runs[0] - runs[2]).max() > 1e-3
 
@@ -107,5 +106,5 @@ WINDOWED_ONE = AttentionPattern((WINDOW,), 4)
 def test_planted_heads_are_found(name):
     plant = Plant(placement(name, 0))
     share = FULL_HEADS / (LAYERS * KV_HEADS)
-    logits = gate_logits(plant.model(), plant.examples(16), full_share=share, sliding_window=WINDOW_SIZE, batch_size=16)
+    logits = gate_logits(plant.model(), plant.examples(16), Window(WINDOW_SIZE), full_share=share, batch_size=16)
     assert plant.hits(window_most_local(logits, 1 - share, larger_is_local=False)) >= 0.95

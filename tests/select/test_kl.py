@@ -13,6 +13,7 @@ from swa_jax.evaluate import Example
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.window import Window
 from swa_jax.select.heads import head_pattern, window_most_local
 from swa_jax.select.static import LARGER_IS_LOCAL, static_scores
 
@@ -31,12 +32,12 @@ def test_scores_are_those_of_whole_passes(decode):
     rng = np.random.default_rng(0)
     texts = [rng.integers(CONFIG.vocab_size, size=n).tolist() for n in (30, 30, 30)]
     examples = [Example(text[:-3], text[-3:], []) for text in texts]
-    options = {"sliding_window": WINDOW, "num_sink_tokens": SINKS, "batch_size": 2, "full_attention_decode": decode}
+    options = {"window": Window(WINDOW, SINKS, decode), "batch_size": 2}
     full_from = np.full(3, 27 if decode else 30, np.int32)
     heads, layers = (static_scores(model, examples, kind, **options) for kind in ("kl", "kl-layers"))
 
     def expected(full):
-        windowed = model.with_pattern(head_pattern(full, WINDOW, SINKS, {}))
+        windowed = model.with_pattern(head_pattern(full, Window(WINDOW, SINKS)))
         whole, other = (np.asarray(log_probs(m, np.array(texts), full_from), np.float64) for m in (model, windowed))
         return (np.exp(whole) * (whole - other)).sum(-1)[:, -4:-1].mean()
 
@@ -62,6 +63,6 @@ def test_of_two_heads_that_do_the_same_neither_is_seen():
 
 def found(name):
     plant = Plant(placement(name, 0))
-    scores = static_scores(plant.model(), plant.examples(16), "kl", sliding_window=WINDOW_SIZE, batch_size=16)
+    scores = static_scores(plant.model(), plant.examples(16), "kl", Window(WINDOW_SIZE), batch_size=16)
     ratio = 1 - FULL_HEADS / (LAYERS * KV_HEADS)
     return plant.hits(window_most_local(scores, ratio, larger_is_local=LARGER_IS_LOCAL["kl"]))

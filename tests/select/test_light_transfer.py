@@ -17,6 +17,7 @@ from swa_jax.evaluate.nll import answer_batches
 from swa_jax.model.attention import layer_plan
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.window import Window
 from swa_jax.select import LazyRatios, Task, choose, lazy_ratios, light_transfer, static
 from swa_jax.select.light_transfer import lazy_ratio
 
@@ -77,14 +78,15 @@ def test_lazy_layers_are_windowed(monkeypatch):
     scores = LazyRatios(np.array([[0.9, 0.2, 0.5, 0.2]] * 3), 32, 4, 1020)
     monkeypatch.setattr(light_transfer, "lazy_ratios", lambda *_, **options: asked.append(options) or scores)
     asked = []
-    task = Task(SimpleNamespace(config=CONFIG), [Example([1] * 5000, [2], [])], 2048, 1, data="needles", seed=1)
+    model = SimpleNamespace(config=CONFIG, pattern=AttentionPattern.from_recipe("full", 4))
+    task = Task(model, [Example([1] * 5000, [2], [])], Window(2048, 1), data="needles", seed=1)
     half, quarter = choose("light-transfer", task, [0.5, 0.75])
     assert (half.full_layers, quarter.full_layers) == ((1, 3), (1,))
     assert (half.sliding_window, half.num_sink_tokens) == (2048, 1)
     said = AttentionPattern.from_json(half.to_json()).provenance
     assert (said["method"], said["recent_keys"], said["scores"][0]) == ("light-transfer", 1020, 0.9)
     assert scores.intervals()[1].mean == pytest.approx(0.2)
-    choose("light-transfer", dataclasses.replace(task, sliding_window=64), [0.5], lazy_sinks=10)
+    choose("light-transfer", dataclasses.replace(task, window=Window(64)), [0.5], lazy_sinks=10)
     assert [options["recent_keys"] for options in asked] == [1020, 54]
 
 

@@ -14,6 +14,7 @@ from swa_jax.adapt.tasks import Task as Asked
 from swa_jax.checkpoint.served_cache import Memory
 from swa_jax.errors import ConfigError
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.window import Window
 from swa_jax.select import gates
 from swa_jax.select.heads import head_mask
 from swa_jax.select.methods import DEFAULT, METHODS, choose, methods_table
@@ -48,7 +49,7 @@ def test_select_and_compare_choose_what_choose_does(planted, model, tmp_path, na
     monkeypatch.setattr(gates, "gate_logits", lambda *a, steps, logits=gates.gate_logits, **o: logits(*a, steps=2, **o))
     fewer = {"iterations": 2} if "iterations" in METHODS[name].options else {}
     task = Task(
-        model, planted_examples(), WINDOW_SIZE, 1, True, batch_size=16, seed=3, force=True
+        model, planted_examples(), Window(WINDOW_SIZE, 1, True), batch_size=16, seed=3, force=True
     )  # for proxy's blocks
     (wanted,) = choose(name, task, [0.75], **fewer)
     assert (wanted.provenance["method"], wanted.full_attention_decode) == (name, True)
@@ -64,7 +65,7 @@ def test_select_and_compare_choose_what_choose_does(planted, model, tmp_path, na
 @pytest.mark.parametrize("unit", ["layers", pytest.param("heads", marks=pytest.mark.slow)])
 def test_adapt_chooses_what_select_does(model, tmp_path, unit):
     memory = Memory(model.config, {}, 49)
-    point = Point(DEFAULT[unit], WINDOW_SIZE)
+    point = Point(DEFAULT[unit], Window(WINDOW_SIZE, 0, False))
     pattern = fitting(point, memory, 0.5)
     heads = 1 if unit == "layers" else KV_HEADS
     full = int(head_mask(pattern, KV_HEADS).sum()) * heads // KV_HEADS
@@ -74,7 +75,7 @@ def test_adapt_chooses_what_select_does(model, tmp_path, unit):
     tasks = [Asked("a", "", "", planted_examples())]
     search = Search(model, tasks, {}, memory, 0.5, space, tmp_path, "k" * 32, 16, effort, 0, *said)
     search._rank()
-    task = Task(model, planted_examples(), WINDOW_SIZE, batch_size=16)
+    task = Task(model, planted_examples(), Window(WINDOW_SIZE), batch_size=16)
     (wanted,) = choose(DEFAULT[unit], task, [1 - full / (LAYERS * heads)], rounds=effort.rounds)
     assert search._pattern(point) == wanted
 
@@ -98,13 +99,13 @@ def test_the_first_of_a_ranking_stay_full():
 
 def test_of_equal_layers_the_lower_one_stays_full(model, monkeypatch):
     class Scorer:
-        layers, full_attention_decode, mean = 4, False, np.array([0.0, 2.0, 1.0, 2.0])
+        layers, window, mean = 4, Window(WINDOW_SIZE, 0, False), np.array([0.0, 2.0, 1.0, 2.0])
 
         def __call__(self, progress):
             return SimpleNamespace(mean=self.mean, intervals=list)
 
     monkeypatch.setattr("swa_jax.select.methods._scorer", lambda *_: Scorer())
-    task = Task(model, [], WINDOW_SIZE)
+    task = Task(model, [], Window(WINDOW_SIZE))
     assert [pattern.full_layers for pattern in choose("nll", task, [0.5, 0.75, 1])] == [(1, 3), (1,), ()]
     Scorer.mean[0] = np.nan
     with pytest.raises(ConfigError, match="finite"):
@@ -113,7 +114,7 @@ def test_of_equal_layers_the_lower_one_stays_full(model, monkeypatch):
 
 def test_an_unknown_method_names_the_nearest(model):
     with pytest.raises(ConfigError, match="method 'fischer' is not known; did you mean 'fisher'"):
-        choose("fischer", Task(model, [], 8), [0.5])
+        choose("fischer", Task(model, [], Window(8)), [0.5])
 
 
 # ---- what docs/selection.md says of methods ----

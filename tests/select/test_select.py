@@ -14,6 +14,7 @@ from swa_jax.evaluate.nll import score_batch
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.generate import generate
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.window import Window
 from swa_jax.select import NLLScores, nll_deltas, nll_scores
 
 LAYERS, WINDOW_SIZE = 5, 6
@@ -46,7 +47,7 @@ def examples(model) -> list[Example]:
 
 @pytest.fixture(scope="module")
 def scores(model, examples) -> NLLScores:
-    return nll_deltas(model, examples, sliding_window=WINDOW_SIZE, num_sink_tokens=1, batch_size=4)
+    return nll_deltas(model, examples, Window(WINDOW_SIZE, 1, True), batch_size=4)
 
 
 def test_the_planted_layer_is_found(scores):
@@ -85,8 +86,7 @@ def test_one_compilation_serves_all_passes(model, examples, scores):
     again = nll_deltas(
         model,
         examples[::-1],
-        sliding_window=WINDOW_SIZE,
-        num_sink_tokens=1,
+        Window(WINDOW_SIZE, 1, True),
         batch_size=4,
         progress=lambda done, total: seen.append((done, total)),
     )
@@ -99,28 +99,28 @@ def test_a_prompt_that_the_window_holds_scores_exactly_zero(model, examples):
     short = dataclasses.replace(examples[0], prompt=examples[0].prompt[:7])
     one_longer = dataclasses.replace(examples[0], prompt=examples[0].prompt[:8])
     # Among longer ones in one batch, too. Window 6 and 1 sink token hold 7 prompt tokens, not 8.
-    got = nll_deltas(model, [short, one_longer, examples[1]], sliding_window=6, num_sink_tokens=1, batch_size=4)
+    got = nll_deltas(model, [short, one_longer, examples[1]], Window(6, 1, True), batch_size=4)
     assert (got.deltas[0] == 0).all()
     assert got.deltas[1].any()
     assert got.deltas[2].any()
     assert got.window_nll[0] == pytest.approx(answer_nll(model, [short])[0], rel=1e-5)
     # Without full-attention decode the 3 queries at answer tokens that predict another one count too.
     fits = dataclasses.replace(short, answer=examples[0].answer[:1])
-    got = nll_deltas(
-        model, [short, fits], sliding_window=6, num_sink_tokens=1, batch_size=4, full_attention_decode=False
-    )
+    got = nll_deltas(model, [short, fits], Window(6, 1, False), batch_size=4)
     assert got.deltas[0].any()
     assert (got.deltas[1] == 0).all()
 
 
 @pytest.mark.parametrize("options", [{}, {"num_sink_tokens": 2}])
 def test_a_window_is_needed(model, examples, options):
-    with pytest.raises(ConfigError, match="sliding_window is missing"):
+    with pytest.raises(ConfigError, match="no window is given"):
         nll_scores(model, examples, **options)
 
 
 def test_intervals_surround_the_mean():
     deltas = np.random.default_rng(0).normal(0.3, 0.1, (16, 2))
-    for interval, mean in zip(NLLScores(deltas, np.ones(16), 8, 0).intervals(), deltas.mean(0), strict=True):
+    for interval, mean in zip(
+        NLLScores(deltas, np.ones(16), Window(8, 0, True)).intervals(), deltas.mean(0), strict=True
+    ):
         assert interval.mean == pytest.approx(mean)
         assert interval.low < mean < interval.high

@@ -15,6 +15,7 @@ from swa_jax.evaluate import Example, answer_nll
 from swa_jax.evaluate.nll import score_batch
 from swa_jax.model.decoder import Block, Decoder
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.window import Window
 from swa_jax.select import LayerScorer, Task, choose, nll_deltas, toggles
 from swa_jax.select import nll as nll_module
 from swa_jax.select.heads import heuristic_mask
@@ -33,7 +34,7 @@ VARIANTS = {
         "alibi_positive_heads": 2,
     },
 }
-OPTIONS = {"sliding_window": 6, "num_sink_tokens": 1, "batch_size": 4}
+OPTIONS = {"window": Window(6, 1, True), "batch_size": 4}
 
 
 def make_model(seed: int = 0, **changes) -> Decoder:
@@ -67,7 +68,7 @@ def plain(model, examples):
 @pytest.mark.parametrize(("variant", "decode"), [("llama", False), ("qwen3, tied", True), ("swat", False)])
 def test_reuse_gives_the_deltas_of_whole_passes(variant, decode, examples):
     model = make_model(**VARIANTS[variant])
-    options = OPTIONS | {"full_attention_decode": decode}
+    options = OPTIONS | {"window": Window(6, 1, decode)}
     plain = nll_deltas(model, examples, reuse=False, **options)
     got = nll_deltas(model, examples, **options)
     np.testing.assert_allclose(got.deltas, plain.deltas, rtol=0, atol=1e-6)
@@ -166,8 +167,8 @@ def test_scores_of_something_else_are_refused(model, examples, tmp_path):
     nll_deltas(model, examples, file=file, **OPTIONS)
     kept = file.read_bytes()
     for changes, said in (
-        ({"sliding_window": 7}, r"other content \(sliding_window was 6 there and is 7 here\): name another file"),
-        ({"full_attention_decode": False}, "full_attention_decode was True there"),
+        ({"window": Window(7, 1, True)}, r"\(sliding_window was 6 there and is 7 here\): name another file"),
+        ({"window": Window(6, 1, False)}, "full_attention_decode was True there"),
     ):
         with pytest.raises(ConfigError, match=said):
             nll_deltas(model, examples, file=file, **(OPTIONS | changes))
@@ -186,7 +187,7 @@ def test_scores_of_something_else_are_refused(model, examples, tmp_path):
 # ---- planted answers ----
 
 PLANTED_LAYERS = tuple(sorted({layer for layer, _ in PLANTED}))
-PLANTED_OPTIONS = {"sliding_window": WINDOW_SIZE, "num_sink_tokens": 0, "batch_size": 16}
+PLANTED_OPTIONS = {"window": Window(WINDOW_SIZE, 0, True), "batch_size": 16}
 
 
 @pytest.mark.parametrize("reuse", [True, False])
@@ -198,7 +199,7 @@ def test_the_planted_layers_are_found(reuse):
 
 
 def test_greedy_finds_the_planted_layers():
-    task = Task(planted_model(), planted_examples(), WINDOW_SIZE, batch_size=16)
+    task = Task(planted_model(), planted_examples(), Window(WINDOW_SIZE), batch_size=16)
     (pattern,) = choose("nll-greedy", task, [0.5])
     assert pattern.full_layers == PLANTED_LAYERS
     assert sorted(pattern.provenance["picked"]) == list(PLANTED_LAYERS)
@@ -259,7 +260,7 @@ def test_two_layers_that_do_the_same_fool_scoring_once():
     asked = {c: [e for e in drawn if e.prompt[-1] == question + c] for c in (0, 1)}
     examples = asked[0] + asked[1][:4]
     seen = []
-    task = Task(model, examples, WINDOW_SIZE, batch_size=16, force=True)
+    task = Task(model, examples, Window(WINDOW_SIZE), batch_size=16, force=True)
     (once,) = choose("nll", task, [0.75])
     task.progress = lambda *counts: seen.append(counts)
     (greedy,) = choose("nll-greedy", task, [0.75], toggles_at_once=3)

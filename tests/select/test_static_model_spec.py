@@ -16,6 +16,7 @@ from swa_jax.model.attention import layer_plan, model_spec
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.generate import generate
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.window import Window
 from swa_jax.select import lazy_ratios
 from swa_jax.select.static import OF_THE_PAPER, static_scores
 
@@ -114,14 +115,14 @@ def test_in_window_mass_is_that_of_the_model(own):
     model, _, weights = own
     lag = np.subtract.outer(np.arange(LENGTH), np.arange(LENGTH))
     wanted = np.where(lag < WINDOW, weights, 0).sum(-1).mean(-1)
-    got = static_scores(model, EXAMPLES, "dcam", sliding_window=WINDOW)
+    got = static_scores(model, EXAMPLES, "dcam", Window(WINDOW))
     np.testing.assert_allclose(got, by_group(wanted), atol=1e-5)
 
 
 def test_the_peak_is_that_of_the_model(own):
     model, _, weights = own
     wanted = 1 - np.minimum(1, np.argmax(weights[:, :, -1, ::-1], axis=-1) / LENGTH)
-    got = static_scores(model, EXAMPLES, "apl", sliding_window=LENGTH)
+    got = static_scores(model, EXAMPLES, "apl", Window(LENGTH))
     np.testing.assert_allclose(got, by_group(wanted), atol=1e-6)
 
 
@@ -137,7 +138,7 @@ def test_fisher_masses_are_those_of_the_model(own):
     phi = (np.asarray(slope, np.float64) * weights) ** 2
     lag = np.subtract.outer(np.arange(LENGTH), np.arange(LENGTH))
     wanted = np.where(lag < WINDOW, phi, 0).sum((2, 3)) / phi.sum((2, 3))
-    got = static_scores(model, EXAMPLES, "fisher", sliding_window=WINDOW)
+    got = static_scores(model, EXAMPLES, "fisher", Window(WINDOW))
     np.testing.assert_allclose(got, by_group(wanted), atol=1e-4)
 
 
@@ -161,9 +162,9 @@ def twins():
 
 @pytest.mark.parametrize("method", slow_but(OF_THE_PAPER, ["apl", "qada"]))
 def test_a_scale_scores_like_the_same_scale_in_the_weights(method):
-    scaled, folded = (static_scores(model, EXAMPLES, method, sliding_window=WINDOW) for model in twins())
+    scaled, folded = (static_scores(model, EXAMPLES, method, Window(WINDOW)) for model in twins())
     np.testing.assert_allclose(scaled, folded, atol=1e-5)
-    plain = static_scores(model_of(), EXAMPLES, method, sliding_window=WINDOW)
+    plain = static_scores(model_of(), EXAMPLES, method, Window(WINDOW))
     assert np.abs(plain - folded).max() > 1e-3
 
 
@@ -189,7 +190,7 @@ def test_the_spec_of_a_model_has_all_that_its_configuration_has():
 def test_sigmoid_attention_has_no_such_scores():
     model = model_of(attention_activation="sigmoid")
     with pytest.raises(ConfigError, match="dcam scores heads of softmax attention, the model has sigmoid"):
-        static_scores(model, EXAMPLES, "dcam", sliding_window=WINDOW)
+        static_scores(model, EXAMPLES, "dcam", Window(WINDOW))
 
 
 def test_layers_with_other_numbers_of_query_heads_have_no_such_scores():
@@ -198,6 +199,6 @@ def test_layers_with_other_numbers_of_query_heads_have_no_such_scores():
     pattern = AttentionPattern.from_recipe("full", config)
     model = nnx.eval_shape(lambda: Decoder(config, pattern, rngs=nnx.Rngs(0)))
     with pytest.raises(ConfigError, match=r"^dcam scores heads where .* the model's have 2 or 4: choose by nll"):
-        static_scores(model, [], "dcam", sliding_window=5)
+        static_scores(model, [], "dcam", Window(5))
     with pytest.raises(ConfigError, match=r"^LightTransfer scores layers where .* 2 or 4: choose by nll"):
         lazy_ratios(model, [])

@@ -18,6 +18,7 @@ from swa_jax.evaluate.nll import answer_batches
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layers import rope_tables
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.window import Window
 from swa_jax.select import attention_rows, static
 from swa_jax.select.attention_rows import Heads
 from swa_jax.select.heads import compare_masks, head_mask, head_pattern, heuristic_mask, swap_back, window_most_local
@@ -184,7 +185,7 @@ def test_a_head_that_looks_far_back_stays_full(method):
 @pytest.mark.parametrize("method", OF_THE_PAPER)
 def test_each_score_is_that_of_whole_matrices(model, examples, several_blocks, method):
     want = globals()[f"dense_{method}"](model, examples)  # [L, H]
-    got = static_scores(model, examples, method, sliding_window=WINDOW, batch_size=2, seed=7)
+    got = static_scores(model, examples, method, Window(WINDOW), batch_size=2, seed=7)
     assert got.shape == (2, 2)
     np.testing.assert_allclose(got, want.reshape(2, 2, 2).mean(-1), atol=1e-5, rtol=0)
     assert np.ptp(want) > 0.02  # there is something to agree on
@@ -192,23 +193,23 @@ def test_each_score_is_that_of_whole_matrices(model, examples, several_blocks, m
 
 def test_fisher_of_a_text_counts_the_loss_of_every_token(model, examples):
     texts = [Example(e.prompt[:1], e.prompt[1:] + e.answer, []) for e in examples]
-    got = static_scores(model, examples, "fisher-text", sliding_window=WINDOW, batch_size=2)
+    got = static_scores(model, examples, "fisher-text", Window(WINDOW), batch_size=2)
     np.testing.assert_allclose(got, dense_fisher(model, texts).reshape(2, 2, 2).mean(-1), atol=1e-5, rtol=0)
-    answers = static_scores(model, examples, "fisher", sliding_window=WINDOW, batch_size=2)
+    answers = static_scores(model, examples, "fisher", Window(WINDOW), batch_size=2)
     assert np.abs(got - answers).max() > 1e-3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["apl", "proxy", "fisher"])
 def test_padding_and_batches_change_nothing(model, examples, method):
-    one = static_scores(model, examples, method, sliding_window=WINDOW, batch_size=1)
-    two = static_scores(model, examples[::-1], method, sliding_window=WINDOW, batch_size=2)
+    one = static_scores(model, examples, method, Window(WINDOW), batch_size=1)
+    two = static_scores(model, examples[::-1], method, Window(WINDOW), batch_size=2)
     np.testing.assert_allclose(one, two, atol=1e-5)
 
 
 def test_a_window_that_holds_everything_leaves_nothing_to_lose(model, examples):
     for method in ("qada", "fisher"):
-        got = static_scores(model, examples, method, sliding_window=512, batch_size=2)
+        got = static_scores(model, examples, method, Window(512), batch_size=2)
         np.testing.assert_allclose(got, 1, atol=1e-6, err_msg=method)
 
 
@@ -216,20 +217,20 @@ def test_models_without_such_attention_are_refused(examples):
     config = dataclasses.replace(CONFIG, attention_activation="sigmoid")
     model = Decoder(config, AttentionPattern.from_recipe("full", 2), rngs=nnx.Rngs(0))
     with pytest.raises(ConfigError, match="dcam scores heads of softmax attention"):
-        static_scores(model, examples, "dcam", sliding_window=8)
+        static_scores(model, examples, "dcam", Window(8))
 
 
 @pytest.mark.parametrize("method", ["dcam", "razor"])
 def test_examples_are_needed(model, method):
     with pytest.raises(ValueError, match="examples is empty"):
-        static_scores(model, [], method, sliding_window=8)
+        static_scores(model, [], method, Window(8))
 
 
 @pytest.mark.parametrize(("method", "hits"), [("fisher", range(7, 9)), ("dcam", range(5)), ("razor", range(5))])
 def test_only_what_the_answers_depend_on_points_at_the_planted_heads(method, hits):
     # They look far from one token in 48 and say nothing to others, so that averages over queries pass them by.
     model, examples = planted_model(), planted_examples()
-    scores = static_scores(model, examples, method, sliding_window=WINDOW_SIZE, batch_size=16)
+    scores = static_scores(model, examples, method, Window(WINDOW_SIZE), batch_size=16)
     full = window_most_local(scores, 1 - len(PLANTED) / scores.size, larger_is_local=LARGER_IS_LOCAL[method])
     assert full.sum() == len(PLANTED)
     assert int((full & planted_mask()).sum()) in hits
@@ -285,7 +286,7 @@ def test_heuristics_by_hand():
 
 def test_masks_and_patterns_are_two_forms_of_one_thing():
     mask = np.array([[True, True], [False, False], [True, False]])
-    pattern = head_pattern(mask, 16, 2, {"method": "by hand"})
+    pattern = head_pattern(mask, Window(16, 2), {"method": "by hand"})
     assert pattern.layer_types == ("full_attention", "sliding_attention", "head_hybrid_attention")
     np.testing.assert_array_equal(head_mask(pattern, 2), mask)
     with pytest.raises(ConfigError, match="layer 0 is routed"):

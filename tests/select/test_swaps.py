@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from plants import FULL_HEADS, KV_HEADS, LAYERS, PLACEMENTS, WINDOW_SIZE, Plant, placement
 
+from swa_jax.model.window import Window
 from swa_jax.select import MaskEvaluator, Score, bosch
 from swa_jax.select.search import with_ones
 from swa_jax.select.swaps import eliminate, swap_search
@@ -105,9 +106,7 @@ def test_every_placement_is_found_in_a_model(name):
     hits = []
     for seed in range(3):
         plant = Plant(placement(name, seed))
-        evaluate = MaskEvaluator(
-            plant.model(seed=seed), plant.examples(16, seed), sliding_window=WINDOW_SIZE, batch_size=16
-        )
+        evaluate = MaskEvaluator(plant.model(seed=seed), plant.examples(16, seed), Window(WINDOW_SIZE), batch_size=16)
         hits.append(plant.hits(bosch(evaluate, RATIO, variant="swaps", seed=seed).full))
     assert np.mean(hits) >= 0.95
 
@@ -127,7 +126,7 @@ def test_plants_need_their_heads():
 @pytest.mark.parametrize("name", ["conjunctions", pytest.param("chains", marks=pytest.mark.slow)])
 def test_both_heads_of_a_unit_are_needed(name):
     plant = Plant(placement(name, 0))
-    evaluate = MaskEvaluator(plant.model(), plant.examples(16), sliding_window=WINDOW_SIZE, batch_size=16)
+    evaluate = MaskEvaluator(plant.model(), plant.examples(16), Window(WINDOW_SIZE), batch_size=16)
     full = np.zeros(SHAPE, bool)
     for unit in plant.units:
         for head in unit.heads:

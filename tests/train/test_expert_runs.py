@@ -15,6 +15,7 @@ from swa_jax.checkpoint.folder import load_model, save_model
 from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.families import hf_config, hf_pattern, model_config
 from swa_jax.model.decoder import Decoder
+from swa_jax.model.window import Window
 
 SIZES = {
     "vocab_size": 257,
@@ -150,13 +151,13 @@ def test_selection_in_models_of_dense_and_sparse_layers(tmp_path):
     model = Decoder(model_config(hf), hf_pattern(hf), rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)
     examples = [Example(rng.integers(257, size=n).tolist(), rng.integers(257, size=2).tolist(), []) for n in (20, 17)]
-    whole = nll_deltas(model, examples, sliding_window=4, num_sink_tokens=1, reuse=False)
-    reused = nll_deltas(model, examples, sliding_window=4, num_sink_tokens=1)
+    whole = nll_deltas(model, examples, Window(4, 1, True), reuse=False)
+    reused = nll_deltas(model, examples, Window(4, 1, True))
     np.testing.assert_array_equal(whole.deltas, reused.deltas)
-    assert static_scores(model, examples, "dcam", sliding_window=4).shape == (3, 2)
+    assert static_scores(model, examples, "dcam", Window(4)).shape == (3, 2)
     with pytest.raises(ConfigError, match="fisher goes through layers that are all alike"):
-        static_scores(model, examples, "fisher", sliding_window=4)
+        static_scores(model, examples, "fisher", Window(4))
     sinks = dataclasses.replace(model.config, sink_logits=True)
     model = Decoder(sinks, model.pattern, rngs=nnx.Rngs(0))
     with pytest.raises(ConfigError, match="the model gives part of it to sink logits"):
-        static_scores(model, examples, "dcam", sliding_window=4)
+        static_scores(model, examples, "dcam", Window(4))

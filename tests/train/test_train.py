@@ -28,6 +28,7 @@ from swa_jax.errors import ConfigError
 from swa_jax.families.pattern_files import load_pattern
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.window import Window
 from swa_jax.settings import from_dict, load_config, to_dict
 from swa_jax.train.loop import TrainConfig, random_model, train
 from swa_jax.train.patterns import find_start
@@ -276,7 +277,7 @@ def test_committed_configurations_can_be_used(file):
         assert vocab <= config.model.vocab_size
         for stage in config.stages:
             for name in stage.patterns or (config.pattern,):
-                load_pattern(name, config.model, sliding_window=stage.sliding_window or config.sliding_window)
+                load_pattern(name, config.model, Window(stage.sliding_window or config.sliding_window))
 
 
 def without_rope(settings, **changes):

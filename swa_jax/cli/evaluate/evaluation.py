@@ -22,10 +22,9 @@ from swa_jax.cli.options import (
     ComputeDtype,
     FullDecode,
     Model,
-    Overrides,
     Seed,
     SinkTokens,
-    Window,
+    WindowSize,
     Yarn,
     check_output,
     find_model,
@@ -35,6 +34,7 @@ from swa_jax.cli.options import (
 )
 from swa_jax.errors import ConfigError
 from swa_jax.files import check_content, read_document, write_json
+from swa_jax.model.window import Window
 
 if TYPE_CHECKING:
     from swa_jax.data.tokenizer import Tokenizer
@@ -120,7 +120,7 @@ class Evaluation(Options):
                 rich_help_panel=PATTERN,
             ),
         ] = None,
-        window: Window = None,
+        window: WindowSize = None,
         sink_tokens: SinkTokens = None,
         fa_decode: FullDecode = None,
         yarn: Yarn = None,
@@ -141,7 +141,7 @@ class Evaluation(Options):
         ] = False,
     ):
         self.model, self.yarn, self.dtype = model, yarn, dtype
-        self.sources, self.overrides = pattern or [], Overrides(window, sink_tokens, fa_decode)
+        self.sources, self.window = pattern or [], Window(window, sink_tokens, fa_decode)
         self.batch_size, self.seed, self.out = batch_size, seed, out
         self._kind = ""
         self._settings: dict[str, Any] = {}
@@ -181,16 +181,15 @@ class Evaluation(Options):
     @functools.cached_property
     def models(self) -> list[tuple[str, Decoder]]:
         """The model under each pattern, by the pattern's name."""
-        models = with_patterns(self._loaded[0], self.sources, self.overrides)
+        models = with_patterns(self._loaded[0], self.sources, self.window)
         measured = {
             "model": str(self.checkpoint),
             "yarn": self.yarn,
             "dtype": self.dtype,
             "patterns": {
                 name: {
-                    "sliding_window": model.pattern.sliding_window,
-                    "num_sink_tokens": model.pattern.num_sink_tokens,
-                    "full_attention_decode": model.pattern.full_attention_decode,
+                    "sliding_window": None,
+                    **model.pattern.window.fields,
                     "full_layers": list(model.pattern.full_layers),
                 }
                 for name, model in models
