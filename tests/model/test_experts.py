@@ -49,9 +49,9 @@ VARIANTS = {
 def mixture(config: ModelConfig, seed: int = 0) -> MixtureOfExperts:
     config = dataclasses.replace(config, mlp_layer_types=())  # a layer knows its own kind alone
     module = MixtureOfExperts(config, jnp.dtype(jnp.float32), nnx.Rngs(seed))
-    rng = np.random.default_rng(seed)
+    keys = iter(jax.random.split(jax.random.key(seed), 20))
     for _, variable in nnx.to_flat_state(nnx.state(module)):  # biases too are drawn
-        variable[...] = jnp.asarray(0.2 * rng.normal(size=variable.shape), jnp.float32)
+        variable[...] = 0.2 * jax.random.normal(next(keys), variable.shape)
     return module
 
 
