@@ -380,7 +380,7 @@ def check_training() -> None:
                 "stages": [{"steps": 20, "sequence_length": LENGTH, "batch_size": BATCH}],
             },
         )
-        pattern = load_pattern(settings["pattern"], config.model, sliding_window=12)
+        pattern = load_pattern(settings["pattern"], config.model, Window(12))
         expected = run(config, pattern, None, batch, pieces=1)
         meshes = MESHES | (EXPERT_MESHES if config.model.num_experts else {})
         for mesh_name, mesh in meshes.items():

@@ -197,6 +197,12 @@ def base_model(config: ModelConfig) -> Decoder:
     return Decoder(config, make("SSSS"), rngs=nnx.Rngs(0))
 
 
+@nnx.jit
+def logits_of(model: Decoder, tokens, **options):
+    """A forward pass as one program; op by op it would be compiled as dozens."""
+    return model(tokens, **options)
+
+
 @functools.cache
 def model_of(name: str) -> Decoder:
     config, pattern = PATTERNS[name]

@@ -38,10 +38,14 @@ def breaks(monkeypatch, after: int, error: BaseException) -> list[str]:
     return seen
 
 
-@pytest.mark.parametrize("after", [0, 1, 7])
 @pytest.mark.parametrize(
-    "error",
-    [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), OSError(errno.EIO, "I/O error"), MemoryError(), SystemExit(1)],
+    ("after", "error"),
+    [
+        (0, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
+        (1, OSError(errno.EIO, "I/O error")),
+        (7, MemoryError()),
+        (7, SystemExit(1)),
+    ],
 )
 def test_a_failed_import_leaves_nothing(source, destination, monkeypatch, after, error):
     with monkeypatch.context() as patch:
@@ -230,8 +234,17 @@ def test_a_disk_that_is_full_in_the_end_is_one_sentence(source, destination, mon
 # ---- values ----
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        ("float32", np.nan),
+        ("float32", -np.inf),
+        ("float16", -np.nan),
+        ("float16", np.inf),
+        ("bfloat16", np.nan),
+        ("bfloat16", np.inf),
+    ],
+)
 def test_weights_that_are_no_numbers_are_refused_by_name(monkeypatch, source, destination, dtype, value):
     monkeypatch.setattr(finite, "CHECKED_AT_ONCE", 64)
     file, name = source / "model.safetensors", "model.layers.2.mlp.up_proj.weight"

@@ -61,7 +61,7 @@ def variants(name: str) -> dict[str, list[str]]:
 
 def parameters(config: TrainConfig) -> int:
     assert config.model is not None
-    pattern = load_pattern(config.attention, config.model, sliding_window=config.sliding_window)
+    pattern = load_pattern(config.attention, config.model, config.window)
     model = nnx.eval_shape(lambda: Decoder(config.model, pattern, rngs=nnx.Rngs(0)))
     return sum(variable.get_value().size for _, variable in nnx.to_flat_state(nnx.state(model)))
 
@@ -76,7 +76,7 @@ def test_every_configuration_and_its_variants_can_be_read(name):
         config = load(name, *overrides)
         assert config.output.startswith("runs/")
         if config.model is not None:
-            load_pattern(config.attention, config.model, sliding_window=config.sliding_window)
+            load_pattern(config.attention, config.model, config.window)
         elif config.pattern.endswith(".json"):
             AttentionPattern.from_json(Path(config.pattern))
         else:

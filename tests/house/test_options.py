@@ -29,7 +29,6 @@ ANOTHER = {
     ("Table", "rows"),
     ("make_mesh", "devices"),  # a list of them
     ("_bench", "documents"),
-    ("plan", "batch_size"),
     ("run", "dry_run"),
     ("run", "overrides"),
 }

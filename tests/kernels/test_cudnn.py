@@ -14,7 +14,7 @@ from pallas_kernels import AttentionSpec, attention, cudnn, dispatch
 from pallas_kernels.dispatch import dispatched
 from swa_jax.model.remat import rematerialised
 
-from .suite import Call
+from .suite import Call, with_gradients
 from .test_dispatch import H200, request
 from .tolerances import assert_close
 
@@ -51,8 +51,7 @@ def test_jax_is_asked_for_what_the_spec_says(on_gpu, monkeypatch, call):
             qkv = [arrays.pop(name) for name in "qkv"]
             return attention(*qkv, call.spec, **arrays, implementation=implementation)
 
-        out, pullback = jax.vjp(function, learned)
-        return out, pullback(jnp.sin(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape))
+        return with_gradients(function)(learned)
 
     (out, gradients), (expected, expected_gradients) = run("cudnn"), run("reference")
     assert_close(out, expected, call.dtype)

@@ -19,7 +19,7 @@ from pallas_kernels.pools import attend_over_pools
 from pallas_kernels.tpu.decode import cache_write, decode
 from pallas_kernels.tpu.decode.decode_kernel import CacheVisit
 
-from .suite import Call, every_implementation
+from .suite import Call, every_implementation, quick_jit
 from .tolerances import assert_close
 
 CHOOSE_STEPS = decode.choose_steps
@@ -63,22 +63,28 @@ def by_name(call):
     return [options.pop(name) for name in "qkv"], options
 
 
+@functools.cache
+def rows_of_forward(call):
+    """Queries and results [B, T, H, D] of `attention`: numpy's, of which JAX compiles no slice."""
+    (q, k, v), options = by_name(call)
+    forward = quick_jit(lambda: attention(q, k, v, call.spec, **options, implementation="reference"))
+    return np.asarray(q), np.asarray(forward())
+
+
 @every_implementation
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_decode_equals_forward(implementation, call, tokens):
-    (q, k, v), options = by_name(call)
-    forward = attention(q, k, v, call.spec, **options, implementation="reference")
+    (_, k, v), options = by_name(call)
+    q, forward = rows_of_forward(call)
 
-    @jax.jit
+    @quick_jit
     def decode(q, lengths):
         return decode_attention(q, k, v, call.spec, lengths=lengths, **options, implementation=implementation.name)
 
     for length in LENGTHS:  # the cache already holds keys of later positions: they must not be seen
-        lengths = jnp.array([length, length + 1])
-        rows = [slice(int(n) - tokens, int(n)) for n in lengths]
-        queries = jnp.stack([q[b, row] for b, row in enumerate(rows)])
-        expected = jnp.stack([forward[b, row] for b, row in enumerate(rows)])
+        lengths = np.array([length, length + 1], np.int32)
+        queries, expected = (np.stack([x[b, n - tokens : n] for b, n in enumerate(lengths)]) for x in (q, forward))
         assert_close(decode(queries, lengths), expected, call.dtype)
 
 
@@ -88,13 +94,13 @@ def test_ring_cache_equals_forward(implementation, num_sink_tokens, chunked):
     """A cache of window + sink tokens: the sink tokens first, then a ring; empty slots have position -1."""
     spec = AttentionSpec(window=WINDOW, num_sink_tokens=num_sink_tokens, chunked=chunked)
     call = Call(spec, q_length=T, kv_length=T)
-    (q, k, v), _ = by_name(call)
-    forward = attention(q, k, v, spec, implementation="reference")
+    (_, *keys), _ = by_name(call)
+    q, forward = rows_of_forward(call)
     entries = WINDOW + num_sink_tokens
     positions = np.full(entries, -1)
-    cached = [np.zeros((2, entries, *x.shape[2:]), np.float32) for x in (k, v)]
+    cached = [np.zeros((2, entries, *x.shape[2:]), np.float32) for x in keys]
 
-    @jax.jit
+    @quick_jit
     def decode(q, k, v, positions, length):
         return decode_attention(
             q, k, v, spec, lengths=jnp.stack([length] * 2), kv_positions=positions, implementation=implementation.name
@@ -103,7 +109,7 @@ def test_ring_cache_equals_forward(implementation, num_sink_tokens, chunked):
     for t in range(T):
         slot = t if t < num_sink_tokens else num_sink_tokens + (t - num_sink_tokens) % WINDOW
         positions[slot] = t
-        for cache, source in zip(cached, (k, v), strict=True):
+        for cache, source in zip(cached, map(np.asarray, keys), strict=True):
             cache[:, slot] = source[:, t]
         if t + 1 in LENGTHS or t == 0:
             out = decode(q[:, t : t + 1], *cached, np.tile(positions, (2, 1)), jnp.int32(t + 1))
@@ -116,34 +122,35 @@ def test_long_caches_in_several_blocks(implementation):
     (q, k, v), _ = by_name(call)
     lengths = jnp.array([1300, 5])
 
-    @functools.partial(jax.jit, static_argnames="name")
+    @functools.partial(quick_jit, static_argnames="name")
     def decode(name):
         return decode_attention(q, k, v, call.spec, lengths=lengths, implementation=name)
 
     assert_close(decode(implementation.name), decode("reference"), call.dtype)
 
 
+run = quick_jit(decode_attention, static_argnames=("spec", "implementation"))
+
+
 @every_implementation
 def test_starts_hide_earlier_keys(implementation):
     (q, k, v), _ = by_name(CALLS["full"])
     lengths, starts = jnp.array([20, 20]), jnp.array([0, 20 - WINDOW])
-    out = jax.jit(decode_attention, static_argnames=("spec", "implementation"))(
-        q[:, :1], k, v, spec=AttentionSpec(), lengths=lengths, starts=starts, implementation=implementation.name
-    )
+    one = np.asarray(q)[:, :1]
+    out = run(one, k, v, AttentionSpec(), lengths=lengths, starts=starts, implementation=implementation.name)
     for row, spec in enumerate([AttentionSpec(), AttentionSpec(window=WINDOW)]):
-        expected = decode_attention(q[:, :1], k, v, spec, lengths=lengths, implementation="reference")
-        assert_close(out[row], expected[row], "float32")
+        expected = run(one, k, v, spec, lengths=lengths, implementation="reference")
+        assert_close(np.asarray(out)[row], np.asarray(expected)[row], "float32")
 
 
 @every_implementation
 def test_a_sequence_shorter_than_the_step_sees_nothing_before_its_start(implementation):
     (q, k, v), _ = by_name(CALLS["full"])
-    out = jax.jit(decode_attention, static_argnames=("spec", "implementation"))(
-        q[:, :3], k, v, spec=AttentionSpec(), lengths=jnp.array([0, 2]), implementation=implementation.name
-    )
+    three, lengths = np.asarray(q)[:, :3], jnp.array([0, 2])
+    out = np.asarray(run(three, k, v, AttentionSpec(), lengths=lengths, implementation=implementation.name))
     np.testing.assert_array_equal(out[0], 0)
     np.testing.assert_array_equal(out[1, 0], 0)
-    first = v[1, 0].repeat(2, axis=0)  # position 0 sees its own key only
+    first = np.asarray(v)[1, 0].repeat(2, axis=0)  # position 0 sees its own key only
     assert_close(out[1, 1], first, "float32")
 
 
@@ -207,6 +214,7 @@ def pool_call(head_dim, dtype, tokens=1, rows=7, batch=3, entries=40, heads=6, k
     return normal(batch, tokens, heads, head_dim), pools, jnp.array([40, 17, 0])
 
 
+@functools.partial(quick_jit, static_argnames="spec")
 def expected_of_pools(q, pools, slots, spec, **options):
     rows = [pool[slots].transpose(1, 2, 0, 3) for pool in pools]
     return decode_attention(q, *rows, spec, **options, implementation="reference")
@@ -232,13 +240,12 @@ def test_pools_know_every_option_of_a_head(implementation):
     spec, slots = AttentionSpec(9, logit_softcap=4.0), jnp.array([5, 2, 0])
     heads = q.shape[2]
     per_head = {
-        "alibi_slopes": -jnp.linspace(0.1, 0.4, heads),
-        "sink_logits": jnp.linspace(-1.0, 1.0, heads),
-        "logit_scales": jnp.linspace(0.5, 2.0, heads),
+        "alibi_slopes": np.linspace(-0.1, -0.4, heads, dtype=np.float32),
+        "sink_logits": np.linspace(-1.0, 1.0, heads, dtype=np.float32),
+        "logit_scales": np.linspace(0.5, 2.0, heads, dtype=np.float32),
     }
-    out = attend_over_pools(
-        q, Pools(*pools, slots), spec, PerHead(**per_head), lengths=lengths, implementation=implementation
-    )
+    attend = quick_jit(attend_over_pools, static_argnames=("spec", "implementation"))
+    out = attend(q, Pools(*pools, slots), spec, PerHead(**per_head), lengths=lengths, implementation=implementation)
     assert_close(out, expected_of_pools(q, pools, slots, spec, lengths=lengths, **per_head), "float32")
 
 
@@ -248,10 +255,11 @@ def test_scattered_and_absent_heads(full_heads):
     spec, slots = AttentionSpec(9), jnp.array([5, 100, 2, 0])  # the pools have 7 rows
     options = {} if full_heads is None else {"full_heads": jnp.array(full_heads)}
     where = coordinates(1, 40, q_positions=lengths[:, None] - 1)
-    run = jax.jit(decode.decode_pool, static_argnums=4, static_argnames="scattered")
-    out = run(q, *pools, slots, spec, where, PerHead(**options), scattered=True)
-    expected = expected_of_pools(q, pools, jnp.minimum(slots, 6), spec, lengths=lengths, **options)
-    assert_close(out, expected.at[:, :, 2:4].set(0), "float32")
+    read = quick_jit(decode.decode_pool, static_argnums=4, static_argnames="scattered")
+    out = read(q, *pools, slots, spec, where, PerHead(**options), scattered=True)
+    expected = np.array(expected_of_pools(q, pools, np.minimum(slots, 6), spec, lengths=lengths, **options))
+    expected[:, :, 2:4] = 0
+    assert_close(out, expected, "float32")
 
 
 def test_nothing_behind_the_last_entry_or_unseen_reaches_the_result():
@@ -262,9 +270,9 @@ def test_nothing_behind_the_last_entry_or_unseen_reaches_the_result():
     visited = np.zeros(pools[0].shape, bool)  # whole blocks are read: what else they hold has weight zero
     for b, length in enumerate(np.asarray(lengths)):
         visited[:3, b, max(length - 9, 0) // 16 * 16 : -(-length // 16) * 16] = True
-    poisoned = [jnp.where(visited, pool, jnp.nan) for pool in pools]
-    run = jax.jit(decode.decode_pool, static_argnums=4)
-    np.testing.assert_array_equal(*(run(q, *x, slots, spec, where, PerHead()) for x in (poisoned, pools)))
+    poisoned = [np.where(visited, pool, np.float32(np.nan)) for pool in pools]
+    read = quick_jit(decode.decode_pool, static_argnums=4)
+    np.testing.assert_array_equal(*(read(q, *x, slots, spec, where, PerHead()) for x in (poisoned, pools)))
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(16, "float32"), (128, "bfloat16")])

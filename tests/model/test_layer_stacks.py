@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_models import BYTES, MIXED, SHARED_KEYS, SOFTMAX, TWO_SHAPES, base_model, make
+from tiny_models import BYTES, MIXED, SHARED_KEYS, SOFTMAX, TWO_SHAPES, base_model, logits_of, make
 
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate.examples import Example
@@ -59,9 +59,9 @@ def test_a_shared_cache_holds_what_all_of_its_readers_need():
     assert (local.ring_slots[3] == local.ring_slots[1]).all()
 
 
-def gradient(model, **options):
+def gradient(model):
     def loss(state):
-        hidden, _ = nnx.merge(graph, state).features(TOKENS, **options)
+        hidden, _ = nnx.merge(graph, state).features(TOKENS)
         return jnp.sum(jnp.square(hidden[:, 3:]) * jnp.arange(hidden.shape[-1]))
 
     graph, state = nnx.split(model)
@@ -71,9 +71,7 @@ def gradient(model, **options):
 def test_gradients_reach_keys_through_the_layers_that_read_them():
     model = base_model(SHARED_KEYS).with_pattern(make("wFwF"))
     plain = gradient(model)
-    written_out = gradient(model, remat="layer", unroll=True)
     for name, value in plain.items():
-        np.testing.assert_allclose(written_out[name], value, rtol=1e-4, atol=1e-4 * np.abs(value).max(), err_msg=name)
         assert (np.abs(value).max() > 0) != name.endswith("layer_scalar"), name  # which training leaves as it is
     # Without what its readers do with them, the first layer's keys have another gradient.
     graph, state = nnx.split(model)
@@ -95,7 +93,7 @@ def test_adapters_of_layers_that_differ():
     assert not [name for name in names if "shared.attention.k_proj" in name]
     keys = iter(jax.random.split(jax.random.key(1), len(names)))
     nnx.update(model, jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape), state))
-    np.testing.assert_allclose(merge_lora(model)(TOKENS), model(TOKENS), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(logits_of(merge_lora(model), TOKENS), logits_of(model, TOKENS), rtol=1e-4, atol=1e-4)
     assert lora.num_parameters(model.config) == sum(x.size for x in jax.tree.leaves(state))
 
 

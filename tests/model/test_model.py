@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 from timing import least_seconds
-from tiny_models import LAYERS, PATTERNS, SIGMOID, SOFTMAX, WINDOW_SIZE, base_model, make, model_of
+from tiny_models import LAYERS, PATTERNS, SIGMOID, SOFTMAX, WINDOW_SIZE, base_model, logits_of, make, model_of
 
 from pallas_kernels.pools import attend_over_pools
 from swa_jax.errors import ConfigError
@@ -34,11 +34,6 @@ def random_tokens(*shape: int, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).integers(0, SOFTMAX.vocab_size, shape), jnp.int32)
 
 
-@nnx.jit
-def forward(model, tokens, **options):
-    return model(tokens, **options)
-
-
 def through_the_cache(model, tokens, lengths, max_length):
     """Prefill, then NEW given tokens through the cache: logits [B, 1 + NEW, V] of what follows each."""
     layouts = cache_layouts(model.config, model.pattern, max_length)
@@ -59,26 +54,22 @@ def through_the_cache(model, tokens, lengths, max_length):
 teacher_forced = nnx.jit(through_the_cache, static_argnames="max_length")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=[]
-            if name in ("every-kind", "head-hybrid", "chunked")
-            else pytest.mark.slow
-            if name in ("experts", "swat-every-kind", "every-kind+fa-decode")
-            else pytest.mark.long,
-        )
-        for name in PATTERNS
-    ],
-)
+QUICK = {"every-kind", "head-hybrid", "chunked"}
+SLOW = {"experts", "swat-every-kind", "every-kind+fa-decode"}
+
+
+def each(names):
+    marks = {name: [] if name in QUICK else pytest.mark.slow if name in SLOW else pytest.mark.long for name in names}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks[name]) for name in names])
+
+
+@each(PATTERNS)
 def test_decode_equals_the_full_forward(name):
     """Totals 1 .. 3w + 8 through prompts of 1, 2, w-1, w, w+1, 2w-1 and 3w tokens and eight decoded ones."""
     model, lengths = model_of(name), jnp.array(LENGTHS)
     tokens = random_tokens(len(LENGTHS), MAX_LENGTH)
     options = {"full_from": lengths} if model.pattern.full_attention_decode else {}
-    expected = forward(model, tokens, **options)
+    expected = logits_of(model, tokens, **options)
     at = (lengths[:, None] - 1 + jnp.arange(1 + NEW))[..., None]  # [B, 1 + NEW, 1]
     expected = jnp.take_along_axis(expected, jnp.minimum(at, MAX_LENGTH - 1), axis=1)
     actual = teacher_forced(model, tokens, lengths, MAX_LENGTH)
@@ -113,27 +104,27 @@ def test_decoding_with_the_tpu_kernel(name, monkeypatch):
 @pytest.mark.parametrize("name", ["streaming", "head-hybrid"])
 def test_queries_from_full_from_on_see_everything(name):
     tokens = random_tokens(2, 20)
-    everywhere = forward(model_of(name), tokens, full_from=jnp.zeros(2, jnp.int32))
-    np.testing.assert_allclose(everywhere, forward(model_of("full"), tokens), **CLOSE)
+    everywhere = logits_of(model_of(name), tokens, full_from=jnp.zeros(2, jnp.int32))
+    np.testing.assert_allclose(everywhere, logits_of(model_of("full"), tokens), **CLOSE)
 
 
 @pytest.mark.parametrize("max_length", [MAX_LENGTH, MAX_LENGTH + 11])
 def test_decode_with_a_window_that_never_fills(max_length):
     model = base_model(SOFTMAX).with_pattern(make("wwFw", sliding_window=MAX_LENGTH, num_sink_tokens=1))
     tokens, lengths = random_tokens(2, MAX_LENGTH), jnp.array([4, 18])
-    expected = forward(model, tokens)
+    expected = logits_of(model, tokens)
     actual = teacher_forced(model, tokens, lengths, max_length)
     for row, start in enumerate((4, 18)):
         np.testing.assert_allclose(actual[row, :NEW], expected[row, start - 1 : start - 1 + NEW], **CLOSE)
 
 
-@pytest.mark.parametrize("name", [name for name in PATTERNS if name != "full"])
+@each([name for name in PATTERNS if name != "full"])
 def test_patterns_differ_from_full_attention(name):
     """Otherwise the comparisons above would prove nothing."""
     model = model_of(name)
     full = base_model(model.config).with_pattern(make("FFFF", sliding_window=None))
     tokens = random_tokens(len(LENGTHS), MAX_LENGTH)
-    difference = jnp.abs(forward(model, tokens) - forward(full, tokens)).max(axis=(0, 2))  # [T]
+    difference = jnp.abs(logits_of(model, tokens) - logits_of(full, tokens)).max(axis=(0, 2))  # [T]
     # Beyond the window something differs; within it (plus the sink tokens) nothing can.
     assert difference[model.pattern.sliding_window + model.pattern.num_sink_tokens :].max() > 1e-2
     np.testing.assert_allclose(difference[: model.pattern.sliding_window], 0, atol=5e-5)
@@ -205,49 +196,50 @@ def test_decoding_keeps_the_cache_in_place():
 # ---- packing, padding, positions ----
 
 
-@pytest.mark.parametrize("name", ["every-kind", "swat-every-kind"])
+@pytest.mark.parametrize("name", ["every-kind", pytest.param("swat-every-kind", marks=pytest.mark.slow)])
 def test_left_padded_batch_equals_each_alone(name):
-    model, tokens = model_of(name), random_tokens(2, 22)
+    model, tokens = model_of(name), random_tokens(2, 26)
     lengths = np.array([19, 9])
-    segments = jnp.asarray(np.arange(22) >= 22 - lengths[:, None], jnp.int32)
-    batched = forward(model, tokens, segment_ids=segments)
+    segments = jnp.asarray(np.arange(26) >= 26 - lengths[:, None], jnp.int32)
+    batched = logits_of(model, tokens, segment_ids=segments)
     for row, length in enumerate(lengths):
-        alone = forward(model, tokens[row : row + 1, -length:])
-        np.testing.assert_allclose(batched[row, -length:], alone[0], **CLOSE)
+        # What stands behind a sequence changes nothing before it, and the shape is that of other tests.
+        alone = logits_of(model, np.roll(tokens, length, axis=1))
+        np.testing.assert_allclose(batched[row, -length:], alone[row, :length], **CLOSE)
     assert jnp.isfinite(batched).all()
 
 
 def test_packed_documents_do_not_see_each_other():
     model = model_of("every-kind")
-    segments = jnp.array([[1] * 9 + [2] * 14 + [0] * 3])
-    one = random_tokens(1, 26)
+    segments = jnp.array([[1] * 9 + [2] * 14 + [0] * 3] * 2)
+    one = random_tokens(2, 26)
     other = one.at[:, :9].set((one[:, :9] + 1) % 61).at[:, 23:].set(0)
-    a, b = forward(model, one, segment_ids=segments), forward(model, other, segment_ids=segments)
+    a, b = logits_of(model, one, segment_ids=segments), logits_of(model, other, segment_ids=segments)
     assert np.abs(a[:, :9] - b[:, :9]).max() > 1e-2
     np.testing.assert_array_equal(a[:, 9:23], b[:, 9:23])  # bit-equal
-    alone = forward(model, one[:, 9:23])
-    np.testing.assert_allclose(a[:, 9:23], alone, **CLOSE)
+    alone = logits_of(model, np.roll(one, -9, axis=1))
+    np.testing.assert_allclose(a[:, 9:23], alone[:, :14], **CLOSE)
 
 
 def test_packed_full_from_has_a_column_a_segment():
     model = model_of("window+fa-decode")
     segments, tokens = jnp.array([[1] * 12 + [2] * 14]), random_tokens(1, 26)
-    packed = forward(model, tokens, segment_ids=segments, full_from=jnp.array([[100, 10]]))
-    np.testing.assert_allclose(packed[:, :12], forward(model, tokens[:, :12]), **CLOSE)
-    expected = forward(model, tokens[:, 12:], full_from=jnp.array([10]))
+    packed = logits_of(model, tokens, segment_ids=segments, full_from=jnp.array([[100, 10]]))
+    np.testing.assert_allclose(packed[:, :12], logits_of(model, tokens[:, :12]), **CLOSE)
+    expected = logits_of(model, tokens[:, 12:], full_from=jnp.array([10]))
     np.testing.assert_allclose(packed[:, 12:], expected, **CLOSE)
-    windowed = forward(model, tokens[:, 12:])
+    windowed = logits_of(model, tokens[:, 12:])
     np.testing.assert_array_equal(np.abs(expected - windowed).max(axis=(0, 2)) > 1e-3, np.arange(14) >= 10)
 
 
 def test_positions():
     model, tokens = model_of("interleave"), random_tokens(2, 15)
-    default = forward(model, tokens)
+    default = logits_of(model, tokens)
     index = jnp.broadcast_to(jnp.arange(15), (2, 15))
-    np.testing.assert_allclose(forward(model, tokens, positions=index), default, **CLOSE)
+    np.testing.assert_allclose(logits_of(model, tokens, positions=index), default, **CLOSE)
     # Rotary embeddings and windows go by distance, so that a shift changes nothing; a stretch does.
-    np.testing.assert_allclose(forward(model, tokens, positions=index + 7), default, atol=1e-4, rtol=1e-4)
-    assert np.abs(forward(model, tokens, positions=2 * index) - default).max() > 1e-2
+    np.testing.assert_allclose(logits_of(model, tokens, positions=index + 7), default, atol=1e-4, rtol=1e-4)
+    assert np.abs(logits_of(model, tokens, positions=2 * index) - default).max() > 1e-2
 
 
 # ---- patterns as data, weights and layer maps ----
@@ -261,9 +253,9 @@ def test_routed_layers_choose_a_branch():
         proj = nnx.clone(model).layers.attention.router.proj
         biased = nnx.clone(model)
         biased.layers.attention.router.proj.bias = nnx.Param(jnp.full_like(proj.bias[...], bias))
-        outputs[bias] = forward(biased, tokens)
-    window = forward(model.with_pattern(make("wwww", num_sink_tokens=2)), tokens)
-    full = forward(model.with_pattern(make("FFFF", sliding_window=None)), tokens)
+        outputs[bias] = logits_of(biased, tokens)
+    window = logits_of(model.with_pattern(make("wwww", num_sink_tokens=2)), tokens)
+    full = logits_of(model.with_pattern(make("FFFF", sliding_window=None)), tokens)
     np.testing.assert_allclose(outputs[-100.0], window, **CLOSE)
     np.testing.assert_allclose(outputs[100.0], full, **CLOSE)
 
@@ -310,12 +302,12 @@ def test_a_layer_plan_replaces_the_pattern():
 
     for types, heads, name in (("wwww", (), "streaming"), ("FFFF", (), "full")):
         actual = logits(model, layer_plan(make(types, heads), model.config, kinds))
-        np.testing.assert_allclose(actual, forward(model_of(name), tokens), **CLOSE)
+        np.testing.assert_allclose(actual, logits_of(model_of(name), tokens), **CLOSE)
     # Hybrid layers with no full head, or with all of them, are windowed and full layers.
     actual = logits(model, layer_plan(make("hhhh"), model.config, kinds))
-    np.testing.assert_allclose(actual, forward(model_of("streaming"), tokens), **CLOSE)
+    np.testing.assert_allclose(actual, logits_of(model_of("streaming"), tokens), **CLOSE)
     actual = logits(model, layer_plan(make("hFhh", ((0, 1), (), (1, 0), (0, 1))), model.config, kinds))
-    np.testing.assert_allclose(actual, forward(model_of("full"), tokens), **CLOSE)
+    np.testing.assert_allclose(actual, logits_of(model_of("full"), tokens), **CLOSE)
 
 
 def test_bfloat16_model_gives_float32_logits():
@@ -327,9 +319,9 @@ def test_bfloat16_model_gives_float32_logits():
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         assert variable.dtype == (jnp.float32 if "router" in path else jnp.bfloat16), path
     tokens = random_tokens(2, 20)
-    logits = forward(model, tokens)
+    logits = logits_of(model, tokens)
     assert logits.dtype == jnp.float32
-    difference = np.abs(logits - forward(model_of("every-kind"), tokens))
+    difference = np.abs(logits - logits_of(model_of("every-kind"), tokens))
     assert 0 < difference.mean() < 0.2  # of logits of order ten
 
 
@@ -361,7 +353,7 @@ def test_an_id_without_an_embedding(token):
         perplexity(model, tokens[0], context=4)
     with pytest.raises(ConfigError, match=r"^examples\[1\] " + sentence):
         score_answers(model, [Example([1], [2], []), Example([5, 6], [token], [])])
-    logits = forward(model, jnp.array(tokens))
+    logits = logits_of(model, jnp.array(tokens))
     np.testing.assert_array_equal(jnp.isnan(logits).all(-1), [[False, False, True, True, True]])
     np.testing.assert_allclose(logits[:, :2], model([[5, 6]]), **CLOSE)
 

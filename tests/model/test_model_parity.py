@@ -1,17 +1,19 @@
 """The decoder against what Hugging Face's own models computed (tests/golden), at f32."""
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file
 
 import swa_jax
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.families import apply_pattern, hf_config, hf_pattern, model_config
+from swa_jax.model.attention import LayerPlan, kinds_of, layer_plan
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.layers import rope_frequencies
@@ -21,6 +23,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = sorted(folder.parent.name for folder in GOLDEN.glob("*/golden.safetensors"))
 ROPE = json.loads((GOLDEN / "rope.json").read_text())
 TOLERANCE = 1e-4
+KINDS = kinds_of(AttentionPattern((FULL, WINDOW), 1))
 # The letters of each case's layers, as the table in the goldens' README has them.
 PATTERNS = {
     cells[1].strip(" `"): cells[3].strip(" `")
@@ -46,12 +49,17 @@ def load(tmp_path_factory):
     return imported
 
 
-def logits(model: Decoder, case: str) -> np.ndarray:
-    return np.asarray(model(jnp.asarray(golden(case)["tokens"])))
+@nnx.jit
+def logits_by(model: Decoder, tokens: np.ndarray, plan: LayerPlan):
+    return model.logits(model.features(tokens, plan=plan, kinds=KINDS)[0])
 
 
-def uniform(kind: str, model: Decoder) -> AttentionPattern:
-    return AttentionPattern((kind,) * model.config.num_hidden_layers, model.pattern.sliding_window)
+def logits(model: Decoder, case: str, *kinds: str) -> np.ndarray:
+    """With the layers of the config, or all of one kind. To a program the kinds of layers are data: one a golden."""
+    window = AttentionPattern((WINDOW,) * model.config.num_hidden_layers, model.pattern.sliding_window or 8)
+    pattern = dataclasses.replace(window, layer_types=kinds * window.num_layers or model.pattern.layer_types)
+    plan = layer_plan(pattern, model.config, KINDS)
+    return np.asarray(logits_by(model.with_pattern(window), golden(case)["tokens"], plan))
 
 
 def test_the_cases_are_those_known():
@@ -70,13 +78,13 @@ def test_logits_with_the_pattern_of_the_config(load, case):
 def test_other_patterns_on_the_same_weights(load, case):
     model, expected = load(case), golden(case)
     assert expected["tokens"].shape[1] >= 4 * model.pattern.sliding_window
-    full = logits(model.with_pattern(uniform(FULL, model)), case)
+    full = logits(model, case, FULL)
     np.testing.assert_allclose(full, expected["logits_full"], rtol=0, atol=TOLERANCE)
     # Were windows and full attention alike here, the test above would show nothing.
     after_window = np.s_[:, model.pattern.sliding_window :]
     assert np.abs(full - expected["logits"])[after_window].max() > 100 * TOLERANCE
     if "logits_window" in expected:
-        window = logits(model.with_pattern(uniform(WINDOW, model)), case)
+        window = logits(model, case, WINDOW)
         np.testing.assert_allclose(window, expected["logits_window"], rtol=0, atol=TOLERANCE)
         assert np.abs(window - expected["logits"])[after_window].max() > 100 * TOLERANCE
 
@@ -85,10 +93,9 @@ def test_other_patterns_on_the_same_weights(load, case):
 def test_windows_on_the_weights_of_a_full_model(load, case):
     """No oracle knows these models with windows: the first window must agree with full attention, the rest differ."""
     model, expected = load(case), golden(case)["logits"]
-    kinds = (WINDOW,) * model.config.num_hidden_layers
-    actual = logits(model.with_pattern(AttentionPattern(kinds, window := 8)), case)
-    np.testing.assert_allclose(actual[:, :window], expected[:, :window], rtol=0, atol=TOLERANCE)
-    assert np.abs(actual - expected)[:, window:].max() > 100 * TOLERANCE
+    actual = logits(model, case, WINDOW)
+    np.testing.assert_allclose(actual[:, :8], expected[:, :8], rtol=0, atol=TOLERANCE)
+    assert np.abs(actual - expected)[:, 8:].max() > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("case", sorted(file.parent.name for file in GOLDEN.glob("*/generation.safetensors")))

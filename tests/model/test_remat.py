@@ -50,7 +50,9 @@ def test_layers_are_written_out_if_asked_for():
     assert products[True] > 3 * products[False], products  # of four layers
 
 
-@pytest.mark.parametrize("name", ["window", pytest.param("every-kind", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["window", *(pytest.param(x, marks=pytest.mark.slow) for x in ("every-kind", "shared-keys"))]
+)
 def test_layers_that_are_written_out_have_the_gradient_of_the_loop(name):
     results = []
     for unroll in (False, True):
