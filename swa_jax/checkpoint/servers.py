@@ -18,6 +18,7 @@ from swa_jax.families import expressed, fully, inexpressible, model_config, same
 from swa_jax.families.common import Family
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.settings import nearest
 
 
 class Reads(enum.Enum):
@@ -181,7 +182,7 @@ TARGETS = ("transformers", *SERVERS)
 def check_target(server: str | None) -> None:
     """Raise `ConfigError` for a name that is none of TARGETS."""
     if server is not None and server not in TARGETS:
-        raise ConfigError(f"--for is '{server}'; known: {', '.join(TARGETS)}")
+        raise ConfigError(f"--for is '{server}'{nearest(server, TARGETS, listed=False)}; known: {', '.join(TARGETS)}")
 
 
 def served_config(server: str, hf: Mapping[str, Any], pattern: AttentionPattern, *, as_full: bool = False) -> Served:
