@@ -30,6 +30,7 @@ from swa_jax.cli.options import (
     ServeLength,
     Server,
     WindowGiven,
+    check_window,
     find_model,
     load_checkpoint,
     note_context,
@@ -211,12 +212,16 @@ def compare(
         bool, Option("--force", help="Choose also where the prompts tell nothing.", rich_help_panel=OUTPUT)
     ] = False,
 ) -> None:
-    """Compare patterns and methods: needles (or chains) found against memory, on prompts that nobody chose by.
+    """Compare patterns and methods: how many needles (or chains) each finds, and how much memory it takes.
+
+    The prompts are others than those that the methods choose by.
 
     Run the same command again to go on after an interruption, or with more methods, ratios or seeds to add them.
     """
     # What is wrong with these is said before anything is loaded.
     methods, _ = choice.methods(bool(candidates.pattern)), prompts.kind
+    if methods and not force:
+        check_window(window.value.size, prompts.length)
     from swa_jax.checkpoint.folder import weights_sum
     from swa_jax.report.progress import Progress
     from swa_jax.select.compare import compare as run

@@ -11,7 +11,16 @@ import typer
 from typer import Option
 
 from swa_jax.cli.groups import expand
-from swa_jax.cli.options import BatchSize, ComputeDtype, Model, WindowGiven, find_model, load_checkpoint, parse_mesh
+from swa_jax.cli.options import (
+    BatchSize,
+    ComputeDtype,
+    Model,
+    WindowGiven,
+    check_window,
+    find_model,
+    load_checkpoint,
+    parse_mesh,
+)
 from swa_jax.cli.select_options import METHOD, Budget, Examples, Force, Mesh, Out, ResumeFile, check_out, write_choice
 from swa_jax.errors import ConfigError
 from swa_jax.select.methods import BY_PLACE, DEFAULT, METHODS, Method, choose
@@ -62,6 +71,8 @@ def select(
 
     budget.check(method.chooses)
     check_out(out)
+    if method.name not in BY_PLACE and not force:
+        check_window(window.value.size, examples.length)
     partition = None if mesh is None else parse_mesh(mesh)
     folder = find_model(model)
     source = open_checkpoint(folder)

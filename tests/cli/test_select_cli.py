@@ -91,6 +91,12 @@ def test_heads_are_not_ranked_by_a_window_that_holds_everything(planted, tmp_pat
     refused_unless_forced(method, tmp_path, "--ratio", 0.5, *steps)
 
 
+@pytest.mark.parametrize("verb", [("select", "kl", "--ratio", 0.5), ("compare", "--method", "kl")])
+def test_a_window_that_holds_whole_prompts_is_refused_before_the_model_is_looked_for(verb, tmp_path):
+    said = fails(*verb, "no-such-model", "--window", 100_000, "--out", tmp_path / "p.json")
+    assert said.startswith("--window 100000 holds whole prompts of 1024 tokens")
+
+
 def test_rankings_without_a_window_go_on(planted, tmp_path):
     run("select", "apl", "x", "--ratio", 0.5, "--window", 64, "--out", tmp_path / "p.json")
     assert (tmp_path / "p.json").exists()
@@ -277,7 +283,9 @@ def test_light_transfer_writes_a_pattern_with_its_scores(checkpoint, tmp_path):
     assert out.with_suffix(".png").stat().st_size > 1000
     run("select", "light-transfer", checkpoint, "--one-in", 2, "--out", tmp_path / "q.json", *NEEDLES, "--window", 24)
     assert AttentionPattern.from_json(tmp_path / "q.json").provenance["recent_keys"] == 20
-    said = fails("select", "light-transfer", checkpoint, "--one-in", 2, "--out", out, *NEEDLES, "--window", 1024)
+    said = fails(
+        "select", "light-transfer", checkpoint, "--one-in", 2, "--out", out, *NEEDLES, "--window", 24, "--recent", 1020
+    )
     assert said.startswith("the 1020 keys of --recent reach over whole prompts, so that every layer is lazy: ")
     assert AttentionPattern.from_json(out) == pattern  # what was there is not lost
 
