@@ -209,6 +209,17 @@ def test_a_split_model_is_whole_and_named_by_any_part(folder_of, tmp_path):
         import_model(tmp_path / "alone.gguf", tmp_path / "model")
 
 
+def test_an_import_that_is_done_is_not_done_again(wide, tmp_path):
+    file = write_gguf(tmp_path / "m.gguf", wide)
+    import_model(file, tmp_path / "model")
+    said: list[str] = []
+    import_model(file, tmp_path / "model", describe=said.append)
+    assert said == [f"{tmp_path / 'model'} holds this import already"]
+    write_gguf(file, wide, GGMLQuantizationType.BF16)
+    with pytest.raises(CheckpointError, match="is there already: name a new folder"):
+        import_model(file, tmp_path / "model")
+
+
 # ---- what the metadata says ----
 
 
