@@ -37,7 +37,7 @@ PUBLIC = (
     "swa_jax",
     "swa_jax.checkpoint",
     "swa_jax.evaluate",
-    "swa_jax.families",
+    "swa_jax.checkpoint.families",
     "swa_jax.model",
     "swa_jax.select",
     "swa_jax.train",

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from launch.settings import SAVED, Gke, Runner, Settings, check_run, main
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 
 GRACE = 120  # seconds between SIGTERM and SIGKILL: a step and a checkpoint
 

@@ -24,8 +24,8 @@ import typer
 from typer import Argument, Option
 
 from launch.settings import SAVED, DryRun, Overrides, Runner, as_help, run_app
-from swa_jax.errors import ConfigError
-from swa_jax.settings import load_config
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.settings import load_config
 
 HOLD = 10.0  # seconds that processes have to end by themselves when one has failed: they know why
 GRACE = 20.0  # seconds between SIGTERM and SIGKILL

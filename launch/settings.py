@@ -1,6 +1,6 @@
 """What the launchers are told: one YAML file for TPU VMs and GKE, and what follows from it.
 
-`launch/example.yaml` is an example. `swa_jax.settings` reads it, which needs PyYAML and no JAX: a laptop will do.
+`launch/example.yaml` is an example. `swa_jax.base.settings` reads it, which needs PyYAML and no JAX: a laptop will do.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import typer
 from rich.markup import escape
 from typer import Argument, Option
 
-from swa_jax.chips import CLOUD, Cloud
-from swa_jax.errors import ConfigError, UserError, sentence
-from swa_jax.settings import load_config, nearest
+from swa_jax.base.chips import CLOUD, Cloud
+from swa_jax.base.errors import ConfigError, UserError, sentence
+from swa_jax.base.settings import load_config, nearest
 
 Overrides = Annotated[list[str] | None, Argument(metavar="[a.b=c]...", help="Settings that replace those of the file.")]
 DryRun = Annotated[bool, Option("--dry-run", help="Print the commands, run nothing.")]

@@ -13,7 +13,7 @@ import sys
 import time
 
 from launch.settings import SAVED, CommandError, Runner, Settings, TpuVm, check_run, main
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 
 POLL = 30.0  # seconds between two questions
 LOST = ("SUSPENDING", "SUSPENDED", "FAILED")  # states of a queued resource whose machines are gone

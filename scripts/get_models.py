@@ -14,8 +14,8 @@ import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
-from swa_jax.errors import CheckpointError, UnreachableError
-from swa_jax.files import new_file, sum_of_file
+from swa_jax.base.errors import CheckpointError, UnreachableError
+from swa_jax.base.files import new_file, sum_of_file
 
 MODELS = Path(__file__).resolve().parents[1] / "models"
 

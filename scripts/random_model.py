@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
+from swa_jax.checkpoint.families import model_config
 from swa_jax.checkpoint.tensor_names import expected_tensors
-from swa_jax.families import model_config
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 

@@ -23,17 +23,17 @@ import numpy as np
 import optax
 from flax import nnx
 
+from swa_jax.base.errors import ConfigError, UserError
+from swa_jax.base.files import write_bytes
+from swa_jax.base.settings import load_config
 from swa_jax.checkpoint.folder import save_model
 from swa_jax.data.batches import Batches, make_batches
 from swa_jax.data.chains import chain_tokenizer
 from swa_jax.data.lessons import write_tokenizer
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
-from swa_jax.errors import ConfigError, UserError
 from swa_jax.evaluate.chains import ChainCell, chain_examples, chain_scores
-from swa_jax.files import write_bytes
 from swa_jax.model.attention import cast_parameters
 from swa_jax.model.decoder import Decoder
-from swa_jax.settings import load_config
 from swa_jax.train.config import StageConfig, TrainConfig
 from swa_jax.train.optimizer import make_optimizer
 from swa_jax.train.patterns import find_start, run_pattern

@@ -8,11 +8,11 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from swa_jax.exports import lazy
+from swa_jax.base.exports import lazy
 
 if TYPE_CHECKING:
+    from swa_jax.base.errors import ConfigError
     from swa_jax.checkpoint.named import load_model, load_tokenizer
-    from swa_jax.errors import ConfigError
     from swa_jax.model.config import ModelConfig
     from swa_jax.model.generate import generate
     from swa_jax.model.pattern import AttentionPattern
@@ -22,7 +22,7 @@ __all__ = ["AttentionPattern", "ConfigError", "ModelConfig", "generate", "load_m
 
 _HOMES = {
     "AttentionPattern": "model.pattern",
-    "ConfigError": "errors",
+    "ConfigError": "base.errors",
     "ModelConfig": "model.config",
     "generate": "model.generate",
     "load_model": "checkpoint.named",

@@ -19,8 +19,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pallas_kernels import AttentionSpec, alibi_slopes
 from pallas_kernels.math import ring
 from pallas_kernels.math.spec import Packing, PerHead, segment_positions
+from swa_jax.base.settings import from_dict
+from swa_jax.checkpoint.families.pattern_files import load_pattern
 from swa_jax.evaluate import Example
-from swa_jax.families.pattern_files import load_pattern
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.draws import normal, split_over_devices
@@ -33,7 +34,6 @@ from swa_jax.model.sequence_order import zigzag
 from swa_jax.model.sharding import MeshConfig, Partition, ShardingRules, make_mesh
 from swa_jax.model.window import Window
 from swa_jax.select import LayerScorer, nll_deltas
-from swa_jax.settings import from_dict
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.loop import place_batch, random_model
 from swa_jax.train.optimizer import make_optimizer

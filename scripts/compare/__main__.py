@@ -30,7 +30,7 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from scripts.compare.runner import run
-from swa_jax.errors import UserError
+from swa_jax.base.errors import UserError
 
 MODULES = dict.fromkeys(("swat", "swat-longer", "swiattn", "swiattn-chains", "swiattn-ablations"), "training")
 OTHERS = ("swaa", "card", "windows", "plants", "contrasts", "peers", "generation")

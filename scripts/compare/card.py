@@ -16,11 +16,11 @@ import jax.numpy as jnp
 
 from scripts.compare.runner import Cell, Comparison, Done, key_of, told
 from swa_jax import load_model
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.estimates import Estimate, accuracy_interval
 from swa_jax.checkpoint.folder import weights_sum
 from swa_jax.checkpoint.named import model_folder
 from swa_jax.data.tokenizer import load_tokenizer
-from swa_jax.errors import ConfigError
-from swa_jax.estimates import Estimate, accuracy_interval
 from swa_jax.evaluate.chains import ChainCell, chain_examples
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import score_answers

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from scripts.compare.runner import ROOT, Comparison, markdown, told
-from swa_jax.errors import ConfigError
-from swa_jax.estimates import Estimate, accuracy_interval, detectable, paired_accuracy, paired_score
-from swa_jax.files import read_json
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.estimates import Estimate, accuracy_interval, detectable, paired_accuracy, paired_score
+from swa_jax.base.files import read_json
 
 CEILING = 0.97  # scores above it in both methods leave nothing to compare
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from scripts.compare.runner import Cell, Comparison, Done, key_of, markdown
+from swa_jax.base.errors import ConfigError
 from swa_jax.bench import peer_calls
 from swa_jax.bench.cycles import check, measure
-from swa_jax.errors import ConfigError
 
 Shape = tuple[int, int | None]  # head_dim, window; None: full attention
 SHAPES: tuple[Shape, ...] = (

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from scripts.compare.runner import ROOT, Cell, Comparison, Done, markdown, told
-from swa_jax.estimates import bootstrap
+from swa_jax.base.estimates import bootstrap
 from swa_jax.model.window import Window
 from swa_jax.select.heads import head_mask
 from swa_jax.select.methods import METHODS, choose

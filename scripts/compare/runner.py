@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from swa_jax.errors import ConfigError
-from swa_jax.estimates import Estimate
-from swa_jax.files import Store, write_text
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.estimates import Estimate
+from swa_jax.base.files import Store, write_text
 
 ROOT = Path(__file__).resolve().parents[2]
 KIND = "cells of a comparison"

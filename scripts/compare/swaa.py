@@ -22,16 +22,16 @@ import yaml
 
 from scripts.compare.runner import Cell, Comparison, Done, key_of, markdown, read_done, told
 from swa_jax.adapt.tasks import HOPS, RIVALS, Task, measure
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.estimates import paired_bootstrap, paired_score
+from swa_jax.base.files import write_text
 from swa_jax.checkpoint.folder import load_model, weights_sum
 from swa_jax.checkpoint.named import model_folder
 from swa_jax.data.haystack import library_files, read_text
 from swa_jax.data.sources import SourceConfig
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
-from swa_jax.errors import ConfigError
-from swa_jax.estimates import paired_bootstrap, paired_score
 from swa_jax.evaluate.chains import ChainCell, chain_examples
 from swa_jax.evaluate.examples import Example
-from swa_jax.files import write_text
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.lora import LoraConfig
 from swa_jax.model.pattern import AttentionPattern

@@ -23,13 +23,13 @@ import yaml
 
 from scripts.compare import measures, pictures
 from scripts.compare.runner import ROOT, Cell, Comparison, Done, markdown
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.files import sum_of_json
+from swa_jax.base.settings import load_config, to_dict
 from swa_jax.checkpoint.folder import load_model, weights_sum
 from swa_jax.checkpoint.named import model_folder
 from swa_jax.data.tokenizer import load_tokenizer
-from swa_jax.errors import ConfigError
-from swa_jax.files import sum_of_json
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.settings import load_config, to_dict
 from swa_jax.train.loop import TrainConfig, train
 
 CHOSEN = "nll-greedy"  # as a pattern: the layers that this method chooses for the model that is continued

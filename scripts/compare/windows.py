@@ -17,7 +17,7 @@ import yaml
 from scripts import train_chains
 from scripts.compare.runner import ROOT, Cell, Comparison, Done, key_of, markdown
 from scripts.compare.training import words
-from swa_jax.settings import load_config
+from swa_jax.base.settings import load_config
 from swa_jax.train.config import TrainConfig
 
 CONFIG = ROOT / "configs" / "compare" / "windows.yaml"

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.faults import draw, plant
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

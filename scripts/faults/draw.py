@@ -12,8 +12,8 @@ from typing import Any
 
 from scripts.faults.slips import Slip, slips
 from scripts.faults.trials import CAUGHT, MARKS, MISSED, ROOT, SHARE, TIMEOUT, Fault, try_all
-from swa_jax.errors import ConfigError
-from swa_jax.files import read_json, sum_of_json, write_text
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.files import read_json, sum_of_json, write_text
 
 PACKAGES = ("swa_jax", "pallas_kernels", "launch")
 LIST = ROOT / "scripts" / "drawn_faults.json"

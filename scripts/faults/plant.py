@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.faults.trials import CAUGHT, ROOT, SHARE, Fault, try_all
-from swa_jax.errors import ConfigError
-from swa_jax.files import Store, sum_of_file, sum_of_json
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.files import Store, sum_of_file, sum_of_json
 
 SECONDS = 900  # for the tests of one fault
 

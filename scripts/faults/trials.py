@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKS = "not slow and not long and not models"  # as in `make test`
@@ -38,12 +38,12 @@ class Fault:
 
     @property
     def room(self) -> tuple[str, ...]:
-        """The tests that own the file: the folder, or the file, of the same name."""
-        top, *inner = Path(self.file).with_suffix("").parts
+        """The tests that own the file: the deepest folder of tests that is named as the file's own."""
+        top, *inner = Path(self.file).parent.parts
         if top != "swa_jax":
             return (f"tests/{top.removeprefix('pallas_')}",)
-        places = (f"tests/{inner[0]}", f"tests/test_{inner[0]}.py")
-        return tuple(place for place in places if (ROOT / place).exists())
+        folders = [Path("tests", *inner[:depth]).as_posix() for depth in range(len(inner), 0, -1)]
+        return tuple(folder for folder in folders if (ROOT / folder).exists())[:1]
 
     @property
     def stages(self) -> list[list[str]]:

@@ -7,7 +7,7 @@
 |---|---|---|
 | models | tiny random models of every family and their logits: tests/golden | transformers |
 | generation | greedy replies of these models: tests/golden/generated.json | transformers, models |
-| configs | layers, windows and tensors of tests/families/configs | transformers |
+| configs | layers, windows and tensors of tests/checkpoint/families/configs | transformers |
 | texts | chat templates and special tokens: tests/golden/texts.json | transformers |
 | real | logits of the models of `make models`: tests/golden/real | transformers, gguf; 6 GB |
 | losses | losses of these on a text: tests/golden/text_losses.json | transformers, gguf, lm-eval |

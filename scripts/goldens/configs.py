@@ -1,4 +1,4 @@
-"""What transformers makes of the config.json files in tests/families/configs, and of configurations without any key.
+"""What transformers makes of the config.json files in tests/checkpoint/families/configs, and of configurations without any key.
 
 Of every file whose model transformers can build: the number of tensors of a checkpoint, a SHA-256 of their names and
 shapes, and which layers are windowed. Models are built on torch's meta device, so that their size costs nothing.
@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from scripts.goldens.cases import ROOT, some, write_json
 
-FAMILIES = ROOT / "tests" / "families"
+FAMILIES = ROOT / "tests" / "checkpoint" / "families"
 
 
 def tensors_of(config) -> dict[str, list[int]]:
@@ -45,7 +45,7 @@ def windows_of(config) -> tuple[str, int | None]:
 
 def default_configs() -> dict[str, dict]:
     """By family, the keys that its own class of configurations adds to those of all models, and their defaults."""
-    sources = (file.read_text() for file in sorted((ROOT / "swa_jax" / "families").glob("*.py")))
+    sources = (file.read_text() for file in sorted((ROOT / "swa_jax" / "checkpoint" / "families").glob("*.py")))
     names = sorted(name for source in sources for name in re.findall(r'Family\(\s*"(\w+)"', source))
     of_all = PreTrainedConfig().to_dict().keys() - {"tie_word_embeddings"}
     found = {}

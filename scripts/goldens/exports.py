@@ -36,11 +36,11 @@ def write_all_exports(model: str, folder: Path) -> dict[str, dict]:
     """Export a golden model under every pattern; {pattern: what was written, or why not}."""
     from exported_patterns import fingerprint, patterns
 
+    from swa_jax.base.errors import ConfigError
     from swa_jax.checkpoint.folder import PATTERN_FILE, load_model, open_checkpoint
     from swa_jax.checkpoint.hf_export import export_model
     from swa_jax.checkpoint.hf_import import import_model
     from swa_jax.checkpoint.safetensors_files import read_headers
-    from swa_jax.errors import ConfigError
 
     rows = {}
     plain = open_checkpoint(import_model(GOLDEN / model, folder / "imported"))

@@ -18,8 +18,8 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from scripts.torture.interrupt import ROOT
-from swa_jax.errors import CheckpointError
-from swa_jax.settings import from_dict
+from swa_jax.base.errors import CheckpointError
+from swa_jax.base.settings import from_dict
 from swa_jax.train.loop import TrainConfig, train
 from swa_jax.train.run_checkpoints import RunCheckpoints
 

@@ -33,12 +33,12 @@ import tokenizers
 from safetensors.numpy import load_file, save_file
 
 from scripts.torture import mutations
+from swa_jax.base.errors import sentence
+from swa_jax.base.files import sum_of_file, sum_of_json
+from swa_jax.checkpoint.families import model_config
 from swa_jax.checkpoint.folder import load_model, open_checkpoint
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.tensor_names import expected_tensors
-from swa_jax.errors import sentence
-from swa_jax.families import model_config
-from swa_jax.files import sum_of_file, sum_of_json
 from swa_jax.model.config import ModelConfig
 
 GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden"

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from swa_jax.adapt.reply_filters import Filter
+from swa_jax.base.errors import ConfigError
 from swa_jax.data.distilled import token_fields
 from swa_jax.data.documents import Top
 from swa_jax.data.prompt_file import ReplyFile
 from swa_jax.data.tokenizer import Tokenizer
-from swa_jax.errors import ConfigError
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.engine import Engine
 from swa_jax.model.generate import by_rope_length, sampling, sequence_key

@@ -14,13 +14,13 @@ from swa_jax.adapt.replies import REPLY_TOKENS, Replies, plan_replies
 from swa_jax.adapt.search import EFFORTS, Effort, Space, Unit, find_space
 from swa_jax.adapt.source import Source, find_source
 from swa_jax.adapt.tasks import Data, Drawn, draw_tasks
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.files import check_local, check_room
 from swa_jax.checkpoint.served_cache import Memory
 from swa_jax.data.batches import check_source, make_batches
 from swa_jax.data.chat import find_wrap
 from swa_jax.data.sources import RECORDS, SourceConfig
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
-from swa_jax.errors import ConfigError
-from swa_jax.files import check_local, check_room
 from swa_jax.model.lora import LoraConfig
 from swa_jax.train.config import StageConfig, TrainConfig
 from swa_jax.train.optimizer import OptimizerConfig

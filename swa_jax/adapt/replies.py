@@ -9,11 +9,11 @@ from typing import Any
 
 from swa_jax.adapt.distill import Drawing, Sample, distill, samples_of
 from swa_jax.adapt.reply_filters import check_records, find_filter
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.files import sum_of_json
 from swa_jax.data.chat import prompt_tokens
 from swa_jax.data.prompt_file import Prompt, ReplyFile, read_prompts
 from swa_jax.data.tokenizer import Tokenizer
-from swa_jax.errors import ConfigError
-from swa_jax.files import sum_of_json
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 

@@ -8,10 +8,10 @@ import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.settings import nearest
 from swa_jax.data.reply_text import after_thinking
-from swa_jax.errors import ConfigError
 from swa_jax.evaluate.judges import find_judge
-from swa_jax.settings import nearest
 
 # (the prompt's record, the reply's line, where the prompt stands) -> whether the reply is kept.
 Filter = Callable[[dict[str, Any], dict[str, Any], str], bool]

@@ -19,10 +19,10 @@ from swa_jax.adapt.plan import duration
 from swa_jax.adapt.search import BY_HEADS, BY_LOSS, HOW, NONE
 from swa_jax.adapt.stages import Results
 from swa_jax.adapt.tasks import Task
+from swa_jax.base.files import write_text
 from swa_jax.checkpoint.canary import SCRIPT
 from swa_jax.checkpoint.servers import SERVERS
 from swa_jax.evaluate.efficiency import break_even
-from swa_jax.files import write_text
 from swa_jax.model.cache import cache_bytes
 from swa_jax.model.layer_types import FULL, HYBRID
 from swa_jax.model.pattern import AttentionPattern

@@ -20,9 +20,9 @@ import jax
 import numpy as np
 
 from swa_jax.adapt.tasks import ROWS_OF_TEXT, Scores, Task, lost, measure, num_examples, share_right
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.files import Store, digest
 from swa_jax.checkpoint.served_cache import BudgetError, Memory, most_within
-from swa_jax.errors import ConfigError
-from swa_jax.files import Store, digest
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window

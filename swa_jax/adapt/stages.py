@@ -21,19 +21,19 @@ from swa_jax.adapt.plan import canary_budget
 from swa_jax.adapt.replies import Replies, draw_replies
 from swa_jax.adapt.search import Search
 from swa_jax.adapt.tasks import Doubts, Task, compared, doubts, measure, num_examples
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.files import digest, locked, read_document, read_json, write_json
+from swa_jax.base.settings import to_dict
 from swa_jax.checkpoint.canary import write_canary
 from swa_jax.checkpoint.check_server import CANARY_FILE
 from swa_jax.checkpoint.folder import CONFIG_FILE, content_sum, load_model
 from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.data.batches import content_sum as data_sum
-from swa_jax.errors import ConfigError
 from swa_jax.evaluate.efficiency import measure_efficiency
-from swa_jax.files import digest, locked, read_document, read_json, write_json
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.report.progress import Progress
 from swa_jax.select.content import VERSION, examples_sum
-from swa_jax.settings import to_dict
 from swa_jax.train.loop import train
 
 

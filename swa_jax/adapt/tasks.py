@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.estimates import accuracy_interval, bootstrap, paired_accuracy, paired_bootstrap
 from swa_jax.data.chat import Wrap
 from swa_jax.data.haystack import Haystack, library_files, read_text
 from swa_jax.data.tokenizer import Tokenizer
-from swa_jax.errors import ConfigError
-from swa_jax.estimates import accuracy_interval, bootstrap, paired_accuracy, paired_bootstrap
 from swa_jax.evaluate.chains import ChainCell, chain_examples
 from swa_jax.evaluate.examples import Example, prompt_examples
 from swa_jax.evaluate.needle import needle_examples

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.files import read_json, write_text
 from swa_jax.bench import tpu_kernels
 from swa_jax.bench.cycles import COUNTED, Measurement
-from swa_jax.errors import ConfigError
-from swa_jax.files import read_json, write_text
 
 # What a row can tell of a call; figures with other settings are of other calls.
 SETTINGS = ("H", "K", "T", "D", "window", "packed", "num_sink_tokens")

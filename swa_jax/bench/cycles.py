@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from swa_jax.base.chips import COMPILE_ONLY, TARGETS
+from swa_jax.base.errors import ConfigError
 from swa_jax.bench import peer_calls, tpu_kernels
 from swa_jax.bench.bundles import Code, read_code
 from swa_jax.bench.tpu_kernels import Executions
-from swa_jax.chips import COMPILE_ONLY, TARGETS
-from swa_jax.errors import ConfigError
 
 SIMULATED, COUNTED = "simulated", "bundles x visits"
 TIMEOUT = 300  # seconds for one compilation; a grid whose size is data can keep the simulator busy for longer

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.bench.tpu_kernels import Executions
-from swa_jax.errors import ConfigError
 
 JAX_SPLASH = "jax.experimental.pallas.ops.tpu.splash_attention"
 TOKAMAX_SPLASH = "tokamax._src.ops.experimental.tpu.splash_attention"

@@ -13,10 +13,10 @@ from typing import Any
 import jax
 
 from pallas_kernels.blocks import FIELDS, Row, preferring
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.files import read_json, write_text
 from swa_jax.bench.attention import Result, measure
 from swa_jax.bench.candidates import Candidate, Case, Program, Runner, ours
-from swa_jax.errors import ConfigError
-from swa_jax.files import read_json, write_text
 
 # By platform and pass of a case: the kernels that it runs and that have tiles of their own.
 KERNELS = {

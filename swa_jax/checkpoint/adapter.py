@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from swa_jax.base.errors import CheckpointError, ConfigError
+from swa_jax.base.files import check_destination, read_json
+from swa_jax.checkpoint.families.pattern_files import load_pattern
 from swa_jax.checkpoint.folder import PATTERN_FILE, Checkpoint, read_companions, write_checkpoint
 from swa_jax.checkpoint.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
 from swa_jax.checkpoint.safetensors_files import DTYPES, Parts, TensorReader, read_header
 from swa_jax.checkpoint.tensor_names import joined_parts
-from swa_jax.errors import CheckpointError, ConfigError
-from swa_jax.families.pattern_files import load_pattern
-from swa_jax.files import check_destination, read_json
 from swa_jax.model.pattern import AttentionPattern
 
 _FACTOR = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from swa_jax.base.errors import CheckpointError
 from swa_jax.checkpoint.safetensors_files import DTYPES, FP8, StoredTensor
-from swa_jax.errors import CheckpointError
 
 SUFFIX = "_scale_inv"
 

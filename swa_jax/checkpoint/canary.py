@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.files import write_json
 from swa_jax.checkpoint import check_server
 from swa_jax.checkpoint.folder import load_model, open_checkpoint
 from swa_jax.checkpoint.readings import GUESSED_WINDOW, Reading, readings_of
 from swa_jax.checkpoint.teacher_forced import Answers, Forward, Texts, texts_of
 from swa_jax.data.haystack import NEEDLE, draw_keys, draw_value
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
-from swa_jax.errors import ConfigError
-from swa_jax.files import write_json
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.flops import matrix_parameters
 from swa_jax.model.parameters import parameters

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from swa_jax.base.errors import CheckpointError, ConfigError
+from swa_jax.base.files import parse_json
 from swa_jax.checkpoint.sources import ModelFolder
 from swa_jax.data.tokenizer import Tokenizer, read_tokenizer
-from swa_jax.errors import CheckpointError, ConfigError
-from swa_jax.files import parse_json
 
 TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from swa_jax.errors import CheckpointError
+from swa_jax.base.errors import CheckpointError
 
 CHECKED_AT_ONCE = 1 << 16  # numbers, which the processor's cache holds
 

@@ -23,6 +23,21 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from swa_jax.base.errors import CheckpointError, ConfigError
+from swa_jax.base.files import (
+    check_destination,
+    check_local,
+    new_folder,
+    read_json,
+    sum_of_file,
+    sum_of_json,
+    sync_folder,
+    write_bytes,
+    write_json,
+)
+from swa_jax.checkpoint.families import hf_config as make_hf_config
+from swa_jax.checkpoint.families import model_config
+from swa_jax.checkpoint.families.pattern_files import choose_pattern, no_window
 from swa_jax.checkpoint.safetensors_files import (
     DTYPES,
     Parts,
@@ -35,21 +50,6 @@ from swa_jax.checkpoint.safetensors_files import (
 )
 from swa_jax.checkpoint.sources import ModelFolder, companion
 from swa_jax.checkpoint.tensor_names import TensorName, expected_tensors, is_router, tensor_names
-from swa_jax.errors import CheckpointError, ConfigError
-from swa_jax.families import hf_config as make_hf_config
-from swa_jax.families import model_config
-from swa_jax.families.pattern_files import choose_pattern, no_window
-from swa_jax.files import (
-    check_destination,
-    check_local,
-    new_folder,
-    read_json,
-    sum_of_file,
-    sum_of_json,
-    sync_folder,
-    write_bytes,
-    write_json,
-)
 from swa_jax.model.attention import Router
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from swa_jax.base.files import check_destination, new_folder, write_bytes, write_json
 from swa_jax.checkpoint.canary import write_canary
+from swa_jax.checkpoint.families import apply_pattern, model_config
 from swa_jax.checkpoint.folder import CONFIG_FILE, PATTERN_FILE, Checkpoint, open_checkpoint, read_companions
 from swa_jax.checkpoint.safetensors_files import Parts, TensorTable, write_model
 from swa_jax.checkpoint.served_cache import Memory
 from swa_jax.checkpoint.servers import served_config
 from swa_jax.checkpoint.tensor_names import constants_of, hf_tensors, join_tensors, joined_parts
-from swa_jax.families import apply_pattern, model_config
-from swa_jax.files import check_destination, new_folder, write_bytes, write_json
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.parameters import EMBEDDING
 from swa_jax.model.pattern import AttentionPattern

@@ -9,8 +9,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from swa_jax.base.errors import CheckpointError
+from swa_jax.base.files import check_destination, check_room, parse_json, partial_folder
+from swa_jax.base.settings import nearest
 from swa_jax.checkpoint.block_fp8 import dequantised, split_scales
 from swa_jax.checkpoint.companions import check_companions
+from swa_jax.checkpoint.families import hf_pattern, model_config
+from swa_jax.checkpoint.families.pattern_files import is_pattern_file, load_pattern
+from swa_jax.checkpoint.families.quantization import (
+    KEY,
+    MODELOPT_FILE,
+    fp8_blocks,
+    is_mxfp4,
+    unsupported,
+    without_quantization,
+)
+from swa_jax.checkpoint.families.text_part import text_config
 from swa_jax.checkpoint.folder import (
     CONFIG_FILE,
     PATTERN_FILE,
@@ -26,16 +40,9 @@ from swa_jax.checkpoint.safetensors_files import DTYPES, Parts, StoredTensor, Te
 from swa_jax.checkpoint.sources import GGUF, ModelFolder, companion, gguf_file, open_source
 from swa_jax.checkpoint.tensor_names import constants_of, hf_tensors, is_left_out, is_router, joined_parts
 from swa_jax.checkpoint.text_part import text_tensors
-from swa_jax.errors import CheckpointError
-from swa_jax.families import hf_pattern, model_config
-from swa_jax.families.pattern_files import is_pattern_file, load_pattern
-from swa_jax.families.quantization import KEY, MODELOPT_FILE, fp8_blocks, is_mxfp4, unsupported, without_quantization
-from swa_jax.families.text_part import text_config
-from swa_jax.files import check_destination, check_room, parse_json, partial_folder
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.parameters import EMBEDDING, HEAD
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.settings import nearest
 
 
 def import_model(

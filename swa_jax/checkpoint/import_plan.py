@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from swa_jax.base.files import sum_of, sum_of_json
 from swa_jax.checkpoint.finite import check_finite
 from swa_jax.checkpoint.safetensors_files import Parts, TensorTable
 from swa_jax.checkpoint.sources import ModelFile, stamp
-from swa_jax.files import sum_of, sum_of_json
 from swa_jax.model.pattern import AttentionPattern
 
 VERSION = 1  # of what an import writes: an interrupted import of another version is not continued

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
+from swa_jax.base.errors import CheckpointError
 from swa_jax.checkpoint.safetensors_files import StoredTensor, TensorReader
-from swa_jax.errors import CheckpointError
 
 BLOCKS, SCALES = "_blocks", "_scales"
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)

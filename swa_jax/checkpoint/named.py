@@ -22,6 +22,8 @@ from typing import Any
 
 import jax
 
+from swa_jax.base.errors import CheckpointError
+from swa_jax.base.files import cache_folder, check_local, read_json, sum_of, sum_of_file, sum_of_json
 from swa_jax.checkpoint import folder
 from swa_jax.checkpoint.adapter import ADAPTER_CONFIG, merge_adapter
 from swa_jax.checkpoint.folder import CONFIG_FILE, WEIGHTS, content_sum, open_checkpoint
@@ -30,8 +32,6 @@ from swa_jax.checkpoint.import_plan import VERSION
 from swa_jax.checkpoint.sources import GGUF, GGUF_PART, HUB_ID, cached_snapshot
 from swa_jax.data import tokenizer
 from swa_jax.data.tokenizer import Tokenizer
-from swa_jax.errors import CheckpointError
-from swa_jax.files import cache_folder, check_local, read_json, sum_of, sum_of_file, sum_of_json
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern

@@ -11,11 +11,11 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.files import check_destination, new_folder, write_json
+from swa_jax.checkpoint.families import family_of
 from swa_jax.checkpoint.folder import PATTERN_FILE, fetch
 from swa_jax.checkpoint.tensor_names import hf_parameters, joined_parts, tensors_of
-from swa_jax.errors import ConfigError
-from swa_jax.families import family_of
-from swa_jax.files import check_destination, new_folder, write_json
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.parameters import low_rank
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from swa_jax.base.errors import CheckpointError
+from swa_jax.base.files import new_file, parse_json, sum_of_file, write_json
 from swa_jax.checkpoint.sources import ModelFile, ModelFolder, OpenedFile
-from swa_jax.errors import CheckpointError
-from swa_jax.files import new_file, parse_json, sum_of_file, write_json
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}

@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from swa_jax.base.errors import ConfigError
+from swa_jax.checkpoint.families import inexpressible
 from swa_jax.checkpoint.servers import SERVERS, Served, ServerClass, check_target, find_served, served_config
-from swa_jax.errors import ConfigError
-from swa_jax.families import inexpressible
 from swa_jax.model.cache import cache_bytes
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, WINDOW

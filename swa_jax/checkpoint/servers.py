@@ -13,12 +13,12 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
-from swa_jax.errors import ConfigError
-from swa_jax.families import expressed, fully, inexpressible, model_config, same_model
-from swa_jax.families.common import Family
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.settings import nearest
+from swa_jax.checkpoint.families import expressed, fully, inexpressible, model_config, same_model
+from swa_jax.checkpoint.families.common import Family
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.settings import nearest
 
 
 class Reads(enum.Enum):

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from swa_jax.errors import CheckpointError, ConfigError, UnreachableError, reason
+from swa_jax.base.errors import CheckpointError, ConfigError, UnreachableError, reason
 
 GGUF = ".gguf"
 GGUF_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # a file of a model in several

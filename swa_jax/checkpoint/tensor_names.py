@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from swa_jax.families import family_of
+from swa_jax.checkpoint.families import family_of
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.parameters import Parameter, parameters
 

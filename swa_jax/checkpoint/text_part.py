@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from swa_jax.base.errors import CheckpointError
 from swa_jax.checkpoint.safetensors_files import StoredTensor
-from swa_jax.errors import CheckpointError
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.parameters import EMBEDDING, HEAD
 

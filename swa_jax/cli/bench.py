@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.cli.groups import Options, expand
 from swa_jax.cli.options import (
     BatchSize,
@@ -30,7 +31,6 @@ from swa_jax.cli.options import (
     note_context,
     print_json,
 )
-from swa_jax.errors import ConfigError
 from swa_jax.model.window import Window
 
 if TYPE_CHECKING:
@@ -198,8 +198,8 @@ def attention(
     import jax
 
     from pallas_kernels.dispatch import describe, dispatched
+    from swa_jax.base.files import write_json
     from swa_jax.bench.attention import candidates
-    from swa_jax.files import write_json
     from swa_jax.report.progress import counted
 
     if out is not None:
@@ -286,8 +286,8 @@ def generation(
     """
     import jax
 
+    from swa_jax.base.files import write_json
     from swa_jax.bench.generation import measure
-    from swa_jax.files import write_json
     from swa_jax.report import table_console
     from swa_jax.report.bench_tables import generation_table
     from swa_jax.report.progress import Progress

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.cli.generate_options import Chunk, MaxNewTokens, Pattern, Temperature, TopK, TopP
 from swa_jax.cli.options import (
     ComputeDtype,
@@ -22,7 +23,6 @@ from swa_jax.cli.options import (
     note_context,
     with_patterns,
 )
-from swa_jax.errors import ConfigError
 
 if TYPE_CHECKING:
     from swa_jax.data.tokenizer import Tokenizer

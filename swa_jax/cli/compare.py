@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
+from swa_jax.base.errors import ConfigError
+from swa_jax.checkpoint.families.pattern_files import is_pattern_file
 from swa_jax.cli.groups import Options
 from swa_jax.cli.options import (
     OUTPUT,
@@ -37,8 +39,6 @@ from swa_jax.cli.options import (
     note_whole_prompts,
     resolve_patterns,
 )
-from swa_jax.errors import ConfigError
-from swa_jax.families.pattern_files import is_pattern_file
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
 from swa_jax.select.methods import DEFAULT, METHODS, find_method

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.settings import load_config
 from swa_jax.cli.groups import Options
 from swa_jax.cli.options import Json, check_output, in_output, print_json
-from swa_jax.errors import ConfigError
-from swa_jax.settings import load_config
 
 if TYPE_CHECKING:
     from swa_jax.plan.candidates import RunChanges
@@ -104,7 +104,7 @@ def compile_(
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from swa_jax.files import write_json
+    from swa_jax.base.files import write_json
     from swa_jax.plan.plan import plan
     from swa_jax.plan.text import describe
     from swa_jax.train.config import TrainConfig
@@ -213,7 +213,7 @@ def compile_apart(config: Path, overrides: list[str], topology: str, stage: int)
     Raises:
       ConfigError: no plan can be made; the sentence says what the process said.
     """
-    from swa_jax.files import read_json
+    from swa_jax.base.files import read_json
 
     with tempfile.TemporaryDirectory(prefix="swa_jax_plan_") as folder:
         out = Path(folder) / "plan.json"

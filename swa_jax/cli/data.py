@@ -51,13 +51,13 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Print sources, tokens, shares, padding and the first rows. A folder's every byte is verified."""
+    from swa_jax.base.errors import ConfigError
+    from swa_jax.base.settings import load_config
     from swa_jax.data.sources import SourceConfig
     from swa_jax.data.summary import first_rows, summarize
     from swa_jax.data.tokenizer import load_tokenizer
-    from swa_jax.errors import ConfigError
     from swa_jax.report import table_console
     from swa_jax.report.bench_tables import source_table
-    from swa_jax.settings import load_config
 
     if not path.exists():
         raise ConfigError(f"{path} does not exist: name a training configuration, or a folder of tokens")

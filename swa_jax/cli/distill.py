@@ -81,10 +81,10 @@ def distill(
     """Make training data of a model's own replies (SWAA's self-distillation)."""
     from swa_jax.adapt.distill import Drawing, distill, parse_share, samples_of
     from swa_jax.adapt.reply_filters import check_records, find_filter
+    from swa_jax.base.errors import ConfigError
     from swa_jax.checkpoint.folder import weights_sum
     from swa_jax.data.chat import prompt_tokens
     from swa_jax.data.prompt_file import ReplyFile, read_prompts
-    from swa_jax.errors import ConfigError
     from swa_jax.model.generate import sampling
     from swa_jax.report.progress import counted
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.cli.generate_options import (
     Chunk,
     MaxNewTokens,
@@ -40,7 +41,6 @@ from swa_jax.cli.options import (
     parse_mesh,
     with_patterns,
 )
-from swa_jax.errors import ConfigError
 
 if TYPE_CHECKING:
     from swa_jax.data.prompt_file import Prompt

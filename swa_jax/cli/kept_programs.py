@@ -7,8 +7,8 @@ import platform
 import sys
 from pathlib import Path
 
-from swa_jax.errors import ConfigError
-from swa_jax.files import cache_folder, sum_of
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.files import cache_folder, sum_of
 
 MOST_BYTES = 4 << 30  # of programs that are kept; those that lay unused for longest go first
 _SETTINGS = {

@@ -11,6 +11,8 @@ from rich.console import Console
 from typer import Argument, Option
 
 import swa_jax
+from swa_jax.base.errors import ConfigError, sentence
+from swa_jax.base.files import check_local
 from swa_jax.cli.adapt import adapt, demo
 from swa_jax.cli.bench import app as bench_app
 from swa_jax.cli.chat import chat
@@ -28,8 +30,6 @@ from swa_jax.cli.pattern import app as pattern_app
 from swa_jax.cli.select import app as select_app
 from swa_jax.cli.train import train
 from swa_jax.cli.usage import UsageError, usage_sentence, without_types_of_flags
-from swa_jax.errors import ConfigError, sentence
-from swa_jax.files import check_local
 from swa_jax.model.window import Window
 
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, Option, echo
 
+from swa_jax.base.errors import ConfigError
+from swa_jax.checkpoint.families.pattern_files import choose_pattern, is_pattern_file, no_window, read_pattern
 from swa_jax.cli.groups import Options
-from swa_jax.errors import ConfigError
-from swa_jax.families.pattern_files import choose_pattern, is_pattern_file, no_window, read_pattern
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, SWITCH
 from swa_jax.model.pattern import AttentionPattern

@@ -10,10 +10,10 @@ import numpy as np
 import typer
 from typer import Argument, Option
 
+from swa_jax.base.errors import ConfigError
+from swa_jax.checkpoint.families.pattern_files import is_pattern_file, layers_of_file
 from swa_jax.cli.groups import expand
 from swa_jax.cli.options import BatchedTokens, WindowGiven, check_output, find_model, resolve_patterns
-from swa_jax.errors import ConfigError
-from swa_jax.families.pattern_files import is_pattern_file, layers_of_file
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import HYBRID, WINDOW
 from swa_jax.model.pattern import AttentionPattern

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 import typer
 from typer import Option
 
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.settings import nearest
 from swa_jax.cli.groups import expand
 from swa_jax.cli.options import (
     BatchSize,
@@ -22,10 +24,8 @@ from swa_jax.cli.options import (
     parse_mesh,
 )
 from swa_jax.cli.select_options import METHOD, Budget, Examples, Force, Mesh, Out, ResumeFile, check_out, write_choice
-from swa_jax.errors import ConfigError
 from swa_jax.select.methods import BY_PLACE, DEFAULT, METHODS, Method, choose
 from swa_jax.select.task import Task
-from swa_jax.settings import nearest
 
 if TYPE_CHECKING:
     from swa_jax.model.decoder import Decoder

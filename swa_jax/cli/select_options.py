@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.cli.groups import Options
 from swa_jax.cli.options import (
     OUTPUT,
@@ -30,7 +31,6 @@ from swa_jax.cli.options import (
     check_output,
     note_context,
 )
-from swa_jax.errors import ConfigError
 
 if TYPE_CHECKING:
     from swa_jax.data.tokenizer import Tokenizer
@@ -185,7 +185,7 @@ def check_out(out: Path) -> None:
 
 def write_choice(pattern: AttentionPattern, config: ModelConfig, out: Path) -> None:
     """The pattern's file, and beside it a picture: of the layers' scores, or of the heads that stay full."""
-    from swa_jax.estimates import Estimate
+    from swa_jax.base.estimates import Estimate
     from swa_jax.report import head_map, layer_scores_chart
     from swa_jax.select.heads import head_mask
 

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from swa_jax.errors import ConfigError
-from swa_jax.settings import load_config, to_dict, to_yaml
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.settings import load_config, to_dict, to_yaml
 
 
 def train(

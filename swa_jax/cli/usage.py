@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from swa_jax.settings import nearest
+from swa_jax.base.settings import nearest
 
 UsageError: Any = typer.BadParameter.__base__  # of the click that typer has inside
 

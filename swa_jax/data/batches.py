@@ -18,6 +18,8 @@ import grain
 import numpy as np
 
 from pallas_kernels.math.spec import NEVER
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.files import sum_of_file, sum_of_json
 from swa_jax.data.chains import Chains, Passages
 from swa_jax.data.distilled import read_distilled
 from swa_jax.data.documents import document_hash, is_held_out, read_documents, read_prompts, tokenizer_hash
@@ -27,8 +29,6 @@ from swa_jax.data.packing import PackedPrompts, PackedText
 from swa_jax.data.sources import ANSWERED, GENERATED, SourceConfig, source_files
 from swa_jax.data.stored import StoredDocuments, read_manifest
 from swa_jax.data.tokenizer import Tokenizer
-from swa_jax.errors import ConfigError
-from swa_jax.files import sum_of_file, sum_of_json
 
 STATE_VERSION = 2  # of the order of samples: raise it when equal arguments give other batches than before
 ENDLESS = 1 << 60  # batches

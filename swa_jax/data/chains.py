@@ -21,10 +21,10 @@ from pathlib import Path
 import numpy as np
 from tokenizers import AddedToken
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.data.haystack import ADJECTIVES, NOUNS, Haystack, TextTokenizer, library_files, read_text
 from swa_jax.data.lessons import Lesson, Weighted, write_tokenizer
 from swa_jax.data.tokenizer import END_OF_TEXT, Tokenizer, train_byte_bpe
-from swa_jax.errors import ConfigError
 
 NAMES = tuple(f" {word}" for word in ADJECTIVES + NOUNS)
 NUMBERS = tuple(f" {n}" for n in range(10, 100))  # of two digits, so that none begins another

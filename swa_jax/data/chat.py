@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.files import parse_json, read_utf8
 from swa_jax.data import template_process
 from swa_jax.data.prompt_file import Prompt
 from swa_jax.data.special_tokens import SETTINGS, named_tokens, read_beside
 from swa_jax.data.tokenizer import Tokenizer
-from swa_jax.errors import ConfigError
-from swa_jax.files import parse_json, read_utf8
 
 TEMPLATE_FILE = "chat_template.jinja"
 SECONDS, MEMORY = 10.0, 1 << 30  # what one rendering may take: processor time, and bytes of its process

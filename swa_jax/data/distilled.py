@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.data.documents import Answered, Top, read_records
 from swa_jax.data.tokenizer import Tokenizer
-from swa_jax.errors import ConfigError
 
 TOKENS, LOGPROBS = np.dtype("<u4"), np.dtype("<f2")
 FIELDS = {"prompt": "prompt_tokens", "reply": "reply_tokens"}

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from swa_jax.base.errors import ConfigError, import_optional, not_installed
+from swa_jax.base.files import parse_json_value, sum_of_json
+from swa_jax.base.settings import nearest
 from swa_jax.data.sources import RECORDS
 from swa_jax.data.tokenizer import PROBE, Tokenizer
-from swa_jax.errors import ConfigError, import_optional, not_installed
-from swa_jax.files import parse_json_value, sum_of_json
-from swa_jax.settings import nearest
 
 BATCH_TEXTS, BATCH_CHARACTERS = (512, 4_000_000)  # what is tokenised at a time, by as many threads as there are cores
 

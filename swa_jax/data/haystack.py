@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 
 ADJECTIVES = (
     "amber", "brave", "calm", "clever", "cold", "crisp", "dark", "eager", "fair", "fierce", "gentle", "glad",

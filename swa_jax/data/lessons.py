@@ -14,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.files import write_text
 from swa_jax.data.haystack import (
     ADJECTIVES,
     ANSWER,
@@ -30,8 +32,6 @@ from swa_jax.data.haystack import (
     read_text,
 )
 from swa_jax.data.tokenizer import END_OF_TEXT, Tokenizer, train_byte_bpe
-from swa_jax.errors import ConfigError
-from swa_jax.files import write_text
 
 VOCAB_SIZE = 1024
 ENDLESS = 10**9  # samples

@@ -9,8 +9,8 @@ from typing import Protocol
 
 import numpy as np
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.data.documents import Answered
-from swa_jax.errors import ConfigError
 
 ENDLESS = 1_000_000  # epochs
 

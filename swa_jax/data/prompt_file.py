@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from swa_jax.errors import ConfigError
-from swa_jax.files import Store, digest, parse_json_value, read_utf8, tell_found, write_lines
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.files import Store, digest, parse_json_value, read_utf8, tell_found, write_lines
 
 FORMS = 'a text, {"prompt": text} or {"messages": [...]}'
 

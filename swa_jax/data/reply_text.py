@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from tokenizers.decoders import DecodeStream
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.data.tokenizer import Tokenizer
-from swa_jax.errors import ConfigError
 
 BEGIN_OF_THINKING, END_OF_THINKING = "<think>", "</think>"
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from swa_jax.errors import ConfigError
-from swa_jax.files import check_local
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.files import check_local
 
 STANDARD_LIBRARY = "stdlib"  # as a file name: the interpreter's own library sources, less those held out for evaluation
 PLAIN_TEXT = (".txt", ".md", ".py")  # a file is one document

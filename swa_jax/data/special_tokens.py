@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from swa_jax.errors import ConfigError
-from swa_jax.files import parse_json
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.files import parse_json
 
 SETTINGS, TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
 ENDS = ("generation_config.json", "config.json")  # the first that names end tokens is believed, as in transformers

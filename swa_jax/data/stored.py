@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.files import sum_of, sum_of_file, sum_of_json
 from swa_jax.data.documents import document_hash, tokenizer_hash
 from swa_jax.data.sources import MANIFEST
 from swa_jax.data.tokenizer import Tokenizer
-from swa_jax.errors import ConfigError
-from swa_jax.files import sum_of, sum_of_file, sum_of_json
 
 FORMAT = "swa-jax tokens 1"
 UNFINISHED = "unfinished.json"  # in place of the manifest until everything is there

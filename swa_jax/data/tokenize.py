@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from swa_jax.base.errors import ConfigError, full_disk
+from swa_jax.base.files import alone, read_json, sum_of, write_bytes, write_json
 from swa_jax.data.documents import document_hash, encode_documents, read_texts, tokenizer_hash
 from swa_jax.data.sources import MANIFEST, SourceConfig, source_files
 from swa_jax.data.special_tokens import SETTINGS, TOKENS_MAP, read_beside
 from swa_jax.data.stored import FORMAT, INDEX, UNFINISHED, read_manifest, sealed
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
-from swa_jax.errors import ConfigError, full_disk
-from swa_jax.files import alone, read_json, sum_of, write_bytes, write_json
 
 SHARD_TOKENS = 1 << 27
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.data.special_tokens import named_tokens, read_beside, reply_ends
-from swa_jax.errors import ConfigError
 
 END_OF_TEXT = "<eos>"
 PROBE = "Café  naïve 你好,\n\tx_1 = 3.14159; <eos> \U0001f600 it's"  # notices merges and rules that differ

@@ -1,6 +1,6 @@
 """Measuring a model: answer NLL, perplexity, needle accuracy, and how sure each figure is."""
 
-from swa_jax.estimates import Estimate, accuracy_interval, bootstrap, paired_bootstrap
+from swa_jax.base.estimates import Estimate, accuracy_interval, bootstrap, paired_bootstrap
 from swa_jax.evaluate.examples import Example, prompt_examples
 from swa_jax.evaluate.generated_answers import Answers, generate_answers, needle_accuracy
 from swa_jax.evaluate.needle import needle_examples

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.estimates import accuracy_interval
 from swa_jax.data.chains import STATEMENT, ChainWords, draw_chains, draw_order
 from swa_jax.data.haystack import Haystack, TextTokenizer, insert_needles
-from swa_jax.errors import ConfigError
-from swa_jax.estimates import accuracy_interval
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import score_answers
 from swa_jax.evaluate.samples import NO_SAMPLES, Samples

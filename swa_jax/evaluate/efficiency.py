@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.generate import Batch, decode, prefill, prepare
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.data.chat import Wrap
 from swa_jax.data.documents import read_records
 from swa_jax.data.haystack import TextTokenizer
 from swa_jax.data.tokenizer import Tokenizer
-from swa_jax.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.data.tokenizer import Tokenizer
-from swa_jax.errors import ConfigError
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.ruler import Score, string_match_all
 from swa_jax.evaluate.samples import NO_SAMPLES, Samples

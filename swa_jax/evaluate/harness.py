@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from swa_jax.base.errors import ConfigError, not_installed
+from swa_jax.base.estimates import interval_of_score
 from swa_jax.data.tokenizer import Tokenizer
-from swa_jax.errors import ConfigError, not_installed
-from swa_jax.estimates import interval_of_score
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import score_answers
 from swa_jax.model.decoder import Decoder

@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 
 # A list of {type, question, reference, unanswerable, answer} -> scores from 0 to 1.
 Judge = Callable[[Sequence[dict[str, Any]]], list[float]]

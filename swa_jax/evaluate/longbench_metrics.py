@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from swa_jax.base.estimates import accuracy_interval, bootstrap
 from swa_jax.data.tokenizer import Tokenizer
-from swa_jax.estimates import accuracy_interval, bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.generated_answers import Answers, generate_answers
 from swa_jax.evaluate.nll import score_answers

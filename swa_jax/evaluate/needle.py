@@ -20,9 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.data.chat import Wrap
 from swa_jax.data.haystack import ANSWER, NEEDLE, QUESTION, Haystack, TextTokenizer, _stretch, draw_keys, draw_value
-from swa_jax.errors import ConfigError
 from swa_jax.evaluate.examples import Example, value_places
 
 Depths = tuple[float, float] | Sequence[float] | None

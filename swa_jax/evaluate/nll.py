@@ -17,8 +17,8 @@ import numpy as np
 from flax import nnx
 
 from pallas_kernels.math.spec import NEVER
-from swa_jax.errors import ConfigError
-from swa_jax.estimates import Estimate, bootstrap
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.estimates import Estimate, bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.samples import NO_SAMPLES, Samples
 from swa_jax.model.attention import LayerPlan, kinds_of, layer_plan

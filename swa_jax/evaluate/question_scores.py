@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.estimates import mean_of_groups
 from swa_jax.data.chat import Wrap
 from swa_jax.data.reply_text import BEGIN_OF_THINKING, END_OF_THINKING, after_thinking
 from swa_jax.data.tokenizer import Tokenizer
-from swa_jax.errors import ConfigError
-from swa_jax.estimates import mean_of_groups
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.generated_answers import generate_answers
 from swa_jax.evaluate.judges import Judge

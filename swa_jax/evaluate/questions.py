@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.files import parse_json_value, read_json
+from swa_jax.base.settings import nearest
 from swa_jax.evaluate import longbench_metrics as metrics
 from swa_jax.evaluate import numbers
-from swa_jax.files import parse_json_value, read_json
-from swa_jax.settings import nearest
 
 Score = Callable[[str, str], float]  # answer, reference
 

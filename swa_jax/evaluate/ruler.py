@@ -22,16 +22,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.settings import nearest
 from swa_jax.data.chat import Wrap
 from swa_jax.data.haystack import TextTokenizer
-from swa_jax.errors import ConfigError
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.ruler_counts import common_example, frequent_example
 from swa_jax.evaluate.ruler_needles import NEEDLE_TASKS, HaystackSource, essay, needle_example
 from swa_jax.evaluate.ruler_prompts import Room
 from swa_jax.evaluate.ruler_qa import READERS, QuestionFile, qa_example
 from swa_jax.evaluate.ruler_tracking import tracking_example
-from swa_jax.settings import nearest
 
 Cell = tuple[str, int, float | None]  # task, length, depth (None: drawn as RULER does)
 Score = Callable[[str, Sequence[str]], float]  # a text, references

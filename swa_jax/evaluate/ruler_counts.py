@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.ruler_prompts import FillerEnds, Room, enumeration
 from swa_jax.evaluate.ruler_words import ADJECTIVES, NOUNS

@@ -16,8 +16,8 @@ from uuid import UUID
 
 import numpy as np
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.data.haystack import NOISE, library_files, read_text
-from swa_jax.errors import ConfigError
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.ruler_prompts import Hay, Room, enumeration, placed
 from swa_jax.evaluate.ruler_words import ADJECTIVES, NOUNS

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.data.chat import Wrap
 from swa_jax.data.haystack import TextTokenizer
-from swa_jax.errors import ConfigError
 from swa_jax.evaluate.examples import Example, value_places
 
 TOLERANCE = 0.01  # of the length, below it

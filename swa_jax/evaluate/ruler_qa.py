@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.files import parse_json_value
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.ruler_prompts import Hay, Room, placed
-from swa_jax.files import parse_json_value
 
 TASK_TEMPLATE = (
     "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\n"

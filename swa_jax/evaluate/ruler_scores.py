@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.estimates import accuracy_interval, bootstrap
 from swa_jax.data.tokenizer import Tokenizer
-from swa_jax.errors import ConfigError
-from swa_jax.estimates import accuracy_interval, bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.generated_answers import generate_answers
 from swa_jax.evaluate.ruler import Cell, Score, ruler_task

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from swa_jax.base.files import Store, digest, sum_of_json, tell_found
 from swa_jax.evaluate.examples import Example
-from swa_jax.files import Store, digest, sum_of_json, tell_found
 
 
 class Samples:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from swa_jax.errors import ConfigError
-from swa_jax.estimates import Estimate, bootstrap
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.estimates import Estimate, bootstrap
 from swa_jax.evaluate.nll import perplexity
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL

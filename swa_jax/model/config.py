@@ -9,10 +9,10 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike
 
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.settings import nearest
 from swa_jax.model.rope_scaling import RopeScaling as RopeScaling
 from swa_jax.model.rope_scaling import check_bounds as _check_bounds
-from swa_jax.settings import nearest
 
 RopeKind = Literal["global", "local", "none"]
 ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels.math.spec import segment_positions
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 from swa_jax.model.attention import AttentionContext, LayerPlan, MadeKeys, Routing, kinds_of, layer_plan, model_spec
 from swa_jax.model.block import Block, Stream, scan_layers, stacked_layers
 from swa_jax.model.cache import CacheLayout, CachePools, KVCache, ring_entry, ring_positions

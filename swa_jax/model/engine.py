@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 from swa_jax.model.cache import KVCache, allocate
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.device_jit import device_jit

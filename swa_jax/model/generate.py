@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 from swa_jax.model.cache import CacheLayout, KVCache, allocate, cache_layouts
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.settings import nearest
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layers import Projection
 from swa_jax.model.parameters import Parameter, low_rank, parameters
-from swa_jax.settings import nearest
 
 # Every projection that can be adapted, and the part of a layer that it is in: no model's sizes change them.
 _ANY_MODEL = ModelConfig(1, 1, 1, 1, 1, 1, 2, attention_gate="head")

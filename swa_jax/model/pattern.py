@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from swa_jax.errors import ConfigError
-from swa_jax.files import parse_json, write_text
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.files import parse_json, write_text
+from swa_jax.base.settings import from_dict, nearest
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import CHUNKED, FULL, HYBRID, LAYER_TYPES, SWITCH, WINDOW
 from swa_jax.model.recipes import read_recipe
 from swa_jax.model.window import Window
-from swa_jax.settings import from_dict, nearest
 
 SWAA_KEYS = ("sliding_window_size", "keep_first", "force_fa_decode", "non_sliding_layers")
 VERSION = 1

@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.settings import nearest
 from swa_jax.model.layer_types import FULL, SWITCH, WINDOW
 from swa_jax.model.window import Window
-from swa_jax.settings import nearest
 
 DEFAULT_WINDOW = 2048  # SWAA's and NLL-guided selection's
 DEFAULT_SINK_TOKENS = 10  # likewise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 
 _BOUNDS = {
     "factor": (1, 1e4),

@@ -19,7 +19,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.parameters import Parameter, declared, low_rank, map_parameters
 from swa_jax.model.sequence_order import SequenceOrder

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.generate import round_up
 from swa_jax.model.sharding import Partition

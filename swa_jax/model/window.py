@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)

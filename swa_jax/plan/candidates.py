@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, get_args
 
 from jax.sharding import AbstractMesh
 
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.remat import Remat
 from swa_jax.model.sharding import AXES, MeshConfig, Partition, check_batch, check_model, mesh_shape

@@ -39,7 +39,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from swa_jax.chips import CHIPS, TARGETS, Target
+from swa_jax.base.chips import CHIPS, TARGETS, Target
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import SWITCH, WINDOW
 from swa_jax.model.loss import CHUNK

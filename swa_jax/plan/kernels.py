@@ -1,7 +1,7 @@
 """Seconds of attention kernels by type of layer: visible keys, at the share of the peak that the very calls reach.
 
 What a call reaches follows from its static cycles (`swa_jax.plan.kernel_cycles`): by chip, pass, window, head_dim,
-packing and heads of a group. A call that was not measured reaches the share that `swa_jax.chips` gives its chip.
+packing and heads of a group. A call that was not measured reaches the share that `swa_jax.base.chips` gives its chip.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pallas_kernels.math.spec import AttentionSpec
 from pallas_kernels.request import Device, Op, Request
 from pallas_kernels.tpu.calls.listing import as_launched
 from pallas_kernels.tpu.tile.rotation import rotates_queries
-from swa_jax.chips import CHIPS, TARGETS
+from swa_jax.base.chips import CHIPS, TARGETS
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.flops import attention_flops_by_kind, visible_keys
 from swa_jax.model.layer_stacks import layer_stacks

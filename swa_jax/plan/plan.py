@@ -23,8 +23,8 @@ from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from swa_jax.chips import COMPILE_ONLY, TARGETS, Target, chip_name, find_chip
-from swa_jax.errors import CheckpointError, ConfigError
+from swa_jax.base.chips import COMPILE_ONLY, TARGETS, Target, chip_name, find_chip
+from swa_jax.base.errors import CheckpointError, ConfigError
 from swa_jax.model.attention import kinds_of
 from swa_jax.model.cache import POOL, allocate, cache_layouts
 from swa_jax.model.decoder import Decoder

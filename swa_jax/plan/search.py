@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from swa_jax.chips import chip_name
-from swa_jax.errors import ConfigError
-from swa_jax.files import START_OVER, check_content, read_document, sum_of_json, write_json
+from swa_jax.base.chips import chip_name
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.files import START_OVER, check_content, read_document, sum_of_json, write_json
+from swa_jax.base.settings import to_dict
 from swa_jax.plan.candidates import RunChanges, XlaOption, candidates, present, refusal
 from swa_jax.plan.cost import StepEstimate, Workload, estimate
 from swa_jax.plan.plan import check_stage, planned_start, topology_devices
 from swa_jax.plan.step_time import ROUTED_SHARE
-from swa_jax.settings import to_dict
 from swa_jax.train.compiler import check_options
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.patterns import stage_patterns

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from swa_jax.chips import CHIPS, TARGETS, Target
+from swa_jax.base.chips import CHIPS, TARGETS, Target
 from swa_jax.model.attention import AROUND_ATTENTION
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.flops import train_flops_per_token

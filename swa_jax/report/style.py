@@ -15,7 +15,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 
-from swa_jax.files import write_bytes
+from swa_jax.base.files import write_bytes
 
 # Six colours of Okabe and Ito's eight (Color Universal Design, 2008): black is for text, yellow is too pale on white.
 BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

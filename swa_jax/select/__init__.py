@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from swa_jax.exports import lazy
+from swa_jax.base.exports import lazy
 
 if TYPE_CHECKING:
     from swa_jax.select.bosch_search import Selection, bosch

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 from swa_jax.select.evaluator import MaskEvaluator, Score
 from swa_jax.select.heads import windowed_count
 from swa_jax.select.search import Found, Optimizer, ScoreBits, num_candidates, require_nomad, search, with_ones

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from swa_jax.errors import ConfigError
-from swa_jax.estimates import accuracy_interval, bootstrap, paired_bootstrap, paired_score
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.estimates import accuracy_interval, bootstrap, paired_bootstrap, paired_score
+from swa_jax.base.files import digest, read_document, tell_found, write_json
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import score_answers
-from swa_jax.files import digest, read_document, tell_found, write_json
 from swa_jax.model.cache import cache_bytes
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL

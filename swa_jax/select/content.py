@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from swa_jax.base.files import digest
+from swa_jax.base.settings import to_dict
 from swa_jax.checkpoint.folder import fetch
 from swa_jax.evaluate.examples import Example
-from swa_jax.files import digest
 from swa_jax.model.decoder import Decoder
-from swa_jax.settings import to_dict
 
 VERSION = 3  # of how scores are made: raise it when the same content would be scored otherwise
 

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 from flax import nnx
 
+from swa_jax.base.files import Store
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import AnswerScores, answer_batches, score_batch
-from swa_jax.files import Store
 from swa_jax.model.attention import layer_plan
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import HYBRID

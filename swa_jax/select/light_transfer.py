@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from swa_jax.errors import ConfigError
-from swa_jax.estimates import Estimate, bootstrap
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.estimates import Estimate, bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import answer_batches
 from swa_jax.model.decoder import Decoder

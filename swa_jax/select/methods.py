@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 
-from swa_jax.errors import ConfigError
-from swa_jax.files import tell_found
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.files import tell_found
+from swa_jax.base.settings import nearest
 from swa_jax.model.window import Window
 from swa_jax.select.separation import By, doubt, weakness
 from swa_jax.select.task import Chosen, Ranking, Task, num_full
-from swa_jax.settings import nearest
 
 if TYPE_CHECKING:
     from swa_jax.model.pattern import AttentionPattern

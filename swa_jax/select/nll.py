@@ -20,11 +20,11 @@ import jax
 import numpy as np
 from flax import nnx
 
-from swa_jax.errors import ConfigError
-from swa_jax.estimates import Estimate, bootstrap
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.estimates import Estimate, bootstrap
+from swa_jax.base.files import Store
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import AnswerBatch, answer_batches, check_examples
-from swa_jax.files import Store
 from swa_jax.model.attention import LayerPlan, layer_plan
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_stacks import are_alike

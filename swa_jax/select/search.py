@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from swa_jax.errors import not_installed
+from swa_jax.base.errors import not_installed
 from swa_jax.select.evaluator import Score
 
 Optimizer = Literal["one-plus-one", "nomad"]

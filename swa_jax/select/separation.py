@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from swa_jax.estimates import paired_accuracy, paired_bootstrap
+from swa_jax.base.estimates import paired_accuracy, paired_bootstrap
 
 By = Literal["answers", "loss"]  # what is scored: answers that are right, or the answers' loss
 LEAST_RIGHT = 0.5  # of the answers, with full attention: below, what windows cost is lost in what the model cannot do

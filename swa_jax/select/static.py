@@ -29,7 +29,7 @@ import numpy as np
 from flax import nnx
 
 from pallas_kernels import attention
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import AnswerBatch, answer_batches
 from swa_jax.model.attention import AttentionContext, LayerPlan, layer_plan, model_slopes, model_spec, own_or

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from swa_jax.evaluate.examples import Example

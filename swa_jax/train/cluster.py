@@ -7,7 +7,7 @@ import glob
 import os
 from typing import Any
 
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 
 _TPUS = ("/dev/accel*", "/dev/vfio/[0-9]*")
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 from swa_jax.model.sharding import Partition
 
 XlaOptions = Mapping[str, str | bool | int | float]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.files import check_local
 from swa_jax.data.sources import SourceConfig
-from swa_jax.errors import ConfigError
-from swa_jax.files import check_local
 from swa_jax.model.config import ModelConfig, RopeScaling
 from swa_jax.model.lora import LoraConfig
 from swa_jax.model.remat import Remat

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import optax
 
-from swa_jax.errors import CheckpointError, ConfigError
+from swa_jax.base.errors import CheckpointError, ConfigError
+from swa_jax.base.settings import from_dict, parse_yaml
 from swa_jax.model.attention import cast_parameters
-from swa_jax.settings import from_dict, parse_yaml
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.run_checkpoints import from_first_process, has_checkpoint, last_good, load_state, recorded
 from swa_jax.train.step import TrainState, abstract_state

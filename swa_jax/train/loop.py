@@ -23,13 +23,14 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh
 
+from swa_jax.base.chips import peak_flops
+from swa_jax.base.errors import CheckpointError, ConfigError, NotFiniteError, full_disk, reason
+from swa_jax.base.files import alone, sum_of_file, write_text
+from swa_jax.base.settings import from_dict, parse_yaml, to_dict, to_yaml
 from swa_jax.checkpoint.folder import MANIFEST_FILE, load_model, open_checkpoint, save_model
 from swa_jax.checkpoint.peft import save_adapter
-from swa_jax.chips import peak_flops
 from swa_jax.data.batches import Batches, check_source
 from swa_jax.data.tokenizer import Tokenizer, check_same_tokens, load_tokenizer
-from swa_jax.errors import CheckpointError, ConfigError, NotFiniteError, full_disk, reason
-from swa_jax.files import alone, sum_of_file, write_text
 from swa_jax.model.attention import cast_parameters
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
@@ -40,7 +41,6 @@ from swa_jax.model.lora import merge_lora, trained_and_frozen, with_lora
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import AXES, Partition, check_batch, check_model, make_mesh, mesh_shape, state_shardings
 from swa_jax.report.progress import Progress, rate
-from swa_jax.settings import from_dict, parse_yaml, to_dict, to_yaml
 from swa_jax.train.compiler import check_options
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.earlier_run import check_earlier_run, with_earlier_optimizer

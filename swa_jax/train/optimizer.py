@@ -11,7 +11,7 @@ from typing import Any, Literal
 import optax
 from optax import contrib
 
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.parameters import Parameter, declared, map_parameters
 

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import jax
 
+from swa_jax.base.errors import ConfigError
+from swa_jax.checkpoint.families.pattern_files import load_pattern
+from swa_jax.checkpoint.families.rope import nope_of_full_layers
 from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.checkpoint.named import model_folder, tokenizer_folder
 from swa_jax.data.sources import ANSWERED
-from swa_jax.errors import ConfigError
-from swa_jax.families.pattern_files import load_pattern
-from swa_jax.families.rope import nope_of_full_layers
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, SWITCH
 from swa_jax.model.pattern import AttentionPattern

@@ -26,7 +26,7 @@ import socket
 import time
 from typing import Any
 
-from swa_jax.errors import UserError
+from swa_jax.base.errors import UserError
 from swa_jax.train.cluster import Member
 
 CHANNEL = "SWA_JAX_GUARD"  # environment variable of a worker: the descriptor of its socket to the guard

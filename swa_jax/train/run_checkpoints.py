@@ -28,8 +28,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from swa_jax.errors import CheckpointError, reason
-from swa_jax.files import sum_of, sum_of_file, sync_folder, write_text
+from swa_jax.base.errors import CheckpointError, reason
+from swa_jax.base.files import sum_of, sum_of_file, sync_folder, write_text
 from swa_jax.train.worker import check_lease, meet
 
 MANIFEST_FILE = "manifest.json"

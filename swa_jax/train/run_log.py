@@ -17,8 +17,8 @@ from typing import Any
 
 import jax
 
-from swa_jax.errors import CheckpointError, import_optional, not_installed
-from swa_jax.files import write_bytes
+from swa_jax.base.errors import CheckpointError, import_optional, not_installed
+from swa_jax.base.files import write_bytes
 from swa_jax.train.config import LogConfig
 from swa_jax.train.worker import check_lease
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.data.batches import Batches, make_batches
 from swa_jax.data.tokenizer import Tokenizer
-from swa_jax.errors import ConfigError
 from swa_jax.model.sharding import Partition
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.run_checkpoints import newest_step

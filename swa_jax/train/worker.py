@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from swa_jax.errors import sentence
+from swa_jax.base.errors import sentence
 from swa_jax.train.cluster import Member
 from swa_jax.train.processes import AGAIN, CHANNEL, PULSES, LostProcess, lease
 

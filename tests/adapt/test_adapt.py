@@ -20,12 +20,12 @@ from swa_jax.adapt.search import find_space
 from swa_jax.adapt.source import find_source
 from swa_jax.adapt.stages import Results, Run
 from swa_jax.adapt.tasks import Data, Task, compared, doubts, draw_tasks, lost
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.files import read_json
 from swa_jax.checkpoint.named import bundled
 from swa_jax.checkpoint.served_cache import Memory
 from swa_jax.data.tokenizer import load_tokenizer
-from swa_jax.errors import ConfigError
 from swa_jax.evaluate.examples import Example
-from swa_jax.files import read_json
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--length", 256, "--examples", 4, "--choose-by", 2, "--window", "16,32"]

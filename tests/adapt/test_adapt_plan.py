@@ -15,8 +15,8 @@ from swa_jax.adapt import stages as stages_module
 from swa_jax.adapt.job import MARK, STAGES, Settings, prepare
 from swa_jax.adapt.plan import Clock, canary_budget, duration, estimate, operations, plan_text, work
 from swa_jax.adapt.stages import Results, carry_out
-from swa_jax.errors import CheckpointError, ConfigError
-from swa_jax.files import locked
+from swa_jax.base.errors import CheckpointError, ConfigError
+from swa_jax.base.files import locked
 
 SMALL = ["--length", 256, "--examples", 4, "--choose-by", 2, "--window", "16,32"]
 

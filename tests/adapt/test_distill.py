@@ -14,9 +14,9 @@ import swa_jax
 from swa_jax.adapt import distill as distillation
 from swa_jax.adapt.distill import Share, samples_of
 from swa_jax.adapt.reply_filters import find_filter
+from swa_jax.base.errors import ConfigError
 from swa_jax.data.distilled import read_distilled
 from swa_jax.data.tokenizer import load_tokenizer
-from swa_jax.errors import ConfigError
 from swa_jax.model.engine import Engine
 from swa_jax.model.top_logprobs import top_logprobs
 

@@ -13,12 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 from pallas_kernels.blocks import FIELDS, choose_tiles, table_rows
+from swa_jax.base.errors import ConfigError
 from swa_jax.bench import attention as timing
 from swa_jax.bench import candidates, search
 from swa_jax.bench.attention import Result, distance, grid, interleaved, measure
 from swa_jax.bench.candidates import Case, peers, splash
 from swa_jax.cli.main import app
-from swa_jax.errors import ConfigError
 from swa_jax.report.bench_tables import attention_table
 
 SMALL = Case("forward+backward", 128, 48, heads=4, kv_heads=2, head_dim=16, batch=1, dtype="float32")

@@ -8,12 +8,12 @@ from pathlib import Path
 import command_line
 import pytest
 
+from swa_jax.base.chips import TARGETS
+from swa_jax.base.errors import ConfigError
 from swa_jax.bench import cycles
 from swa_jax.bench.bundles import Block, Code, read_code, sort_blocks, split_blocks
 from swa_jax.bench.cycles import COUNTED, SIMULATED, Op, combine, count_cycles
 from swa_jax.bench.tpu_kernels import FUNCTIONS, Executions
-from swa_jax.chips import TARGETS
-from swa_jax.errors import ConfigError
 from swa_jax.report.bench_tables import cycles_table
 
 LISTING = """\

@@ -10,12 +10,12 @@ import pytest
 from safetensors.numpy import load_file
 
 import swa_jax
+from swa_jax.base.errors import CheckpointError, ConfigError
 from swa_jax.checkpoint import folder as checkpoint_module
 from swa_jax.checkpoint import safetensors_files
+from swa_jax.checkpoint.families import model_config
 from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.checkpoint.hf_import import import_model
-from swa_jax.errors import CheckpointError, ConfigError
-from swa_jax.families import model_config
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 BLOCKS = (16, 8)  # no multiple of the goldens' sizes

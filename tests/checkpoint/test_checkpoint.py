@@ -15,10 +15,10 @@ from flax import nnx
 from tiny_models import SOFTMAX, base_model, make, model_of
 
 import swa_jax
+from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.folder import load_model, open_checkpoint, save_model, weights_sum, written_from
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.tensor_names import tensor_names
-from swa_jax.errors import ConfigError
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 

@@ -8,8 +8,8 @@ import pytest
 import tokenizers
 from tokenizers import models, processors
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.hf_import import plan_import
-from swa_jax.errors import ConfigError
 
 GOLDEN = Path(__file__).parents[1] / "golden"  # of models with 131 embeddings
 

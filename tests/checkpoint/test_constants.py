@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from swa_jax.base.errors import CheckpointError
 from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.checkpoint.hf_import import import_model
-from swa_jax.errors import CheckpointError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "apertus-full"
 EPS = "model.layers.2.mlp.act_fn.eps"

@@ -14,10 +14,10 @@ import pytest
 from gguf.constants import GGMLQuantizationType
 from gguf_files import write_byte_level, write_gguf, write_sentencepiece
 
+from swa_jax.base.errors import sentence
 from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.data.tokenizer import load_tokenizer
-from swa_jax.errors import sentence
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 BASES = {

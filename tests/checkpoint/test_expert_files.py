@@ -13,12 +13,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import swa_jax
+from swa_jax.base.errors import CheckpointError
+from swa_jax.checkpoint.families import hf_pattern, model_config
 from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.tensor_names import expected_tensors
-from swa_jax.errors import CheckpointError
-from swa_jax.families import hf_pattern, model_config
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"

@@ -8,10 +8,10 @@ import pytest
 from exported_patterns import fingerprint, patterns
 
 from scripts.goldens.exports import problems_of
+from swa_jax.base.errors import ConfigError
+from swa_jax.checkpoint.families import model_config
 from swa_jax.checkpoint.servers import served_config
 from swa_jax.checkpoint.tensor_names import hf_tensors
-from swa_jax.errors import ConfigError
-from swa_jax.families import model_config
 
 HERE = Path(__file__).parent
 GOLDEN = HERE.parent / "golden"

@@ -13,12 +13,12 @@ from gguf.constants import GGMLQuantizationType
 from gguf_files import fused, read_folder, write_gguf
 from safetensors.numpy import save_file
 
+from swa_jax.base.errors import CheckpointError, ConfigError
+from swa_jax.checkpoint.families import model_config
 from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.checkpoint.gguf.hyperparameters import ARCHITECTURES, Metadata
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.tensor_names import expected_tensors
-from swa_jax.errors import CheckpointError, ConfigError
-from swa_jax.families import model_config
 from swa_jax.model.layer_types import FULL
 from swa_jax.model.layers import rope_frequencies
 

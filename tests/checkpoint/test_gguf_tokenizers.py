@@ -7,9 +7,9 @@ import gguf
 import pytest
 from gguf_files import write_byte_level, write_gguf, write_sentencepiece
 
+from swa_jax.base.errors import CheckpointError, ConfigError
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
-from swa_jax.errors import CheckpointError, ConfigError
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

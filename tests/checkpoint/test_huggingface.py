@@ -14,14 +14,14 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import models
 
 import swa_jax
+from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint import folder as checkpoint_module
 from swa_jax.checkpoint import safetensors_files as weights
+from swa_jax.checkpoint.families import model_config
 from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.safetensors_files import write_model
 from swa_jax.checkpoint.tensor_names import expected_tensors
-from swa_jax.errors import ConfigError
-from swa_jax.families import model_config
 from swa_jax.model.layer_types import FULL, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 

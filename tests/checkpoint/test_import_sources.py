@@ -12,10 +12,10 @@ from gguf_files import write_gguf
 from huggingface_hub import constants
 
 import swa_jax
+from swa_jax.base.errors import CheckpointError, ConfigError, UnreachableError
 from swa_jax.checkpoint import folder as checkpoint_module
 from swa_jax.checkpoint import safetensors_files, sources
 from swa_jax.checkpoint.hf_import import import_model
-from swa_jax.errors import CheckpointError, ConfigError, UnreachableError
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 SHARDED = GOLDEN / "qwen3-full"  # three shards

@@ -15,13 +15,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import swa_jax
-from swa_jax import files
+from swa_jax.base import files
+from swa_jax.base.errors import CheckpointError, UnreachableError, sentence
 from swa_jax.checkpoint import finite, hf_import
 from swa_jax.checkpoint import folder as checkpoint_module
 from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.safetensors_files import TensorReader
-from swa_jax.errors import CheckpointError, UnreachableError, sentence
 
 
 def breaks(monkeypatch, after: int, error: BaseException) -> list[str]:

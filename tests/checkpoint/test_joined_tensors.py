@@ -10,10 +10,10 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import swa_jax
+from swa_jax.base.errors import CheckpointError
 from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.peft import save_adapter
-from swa_jax.errors import CheckpointError
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.lora import LoraConfig, merge_lora, with_lora
 from swa_jax.model.pattern import AttentionPattern

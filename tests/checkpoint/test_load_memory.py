@@ -13,9 +13,9 @@ from gguf.constants import GGMLQuantizationType
 from gguf_files import write_gguf
 from safetensors.numpy import save_file
 
+from swa_jax.checkpoint.families import model_config
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.tensor_names import expected_tensors
-from swa_jax.families import model_config
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CONFIG = {

@@ -13,10 +13,10 @@ from huggingface_hub import constants
 from safetensors.numpy import load_file, save_file
 
 import swa_jax
+from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.named import model_folder
-from swa_jax.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 GOLDEN, ADAPTERS = ROOT / "tests" / "golden", Path(__file__).with_name("peft_adapters")

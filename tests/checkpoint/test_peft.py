@@ -12,8 +12,8 @@ from tiny_models import model_of
 from written_adapters import CASES, adapter_alone, written
 
 from scripts.goldens.exports import NOT_LOADED, problems_of
+from swa_jax.checkpoint.families import model_config
 from swa_jax.checkpoint.peft import save_adapter
-from swa_jax.families import model_config
 from swa_jax.model.lora import LoraConfig, with_lora
 
 

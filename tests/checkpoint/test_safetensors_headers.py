@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from swa_jax.base.errors import CheckpointError
 from swa_jax.checkpoint.safetensors_files import TensorReader, read_headers
-from swa_jax.errors import CheckpointError
 
 A = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 B = {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]}

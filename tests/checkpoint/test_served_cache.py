@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from command_line import run
 
+from swa_jax.base.errors import ConfigError
+from swa_jax.checkpoint.families import model_config
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.served_cache import (
     BLOCKS,
@@ -18,8 +20,6 @@ from swa_jax.checkpoint.served_cache import (
     grouped_entries,
     most_within,
 )
-from swa_jax.errors import ConfigError
-from swa_jax.families import model_config
 from swa_jax.model.cache import cache_bytes
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern

@@ -9,12 +9,12 @@ import server_classes
 from command_line import fails, run
 from exported_patterns import patterns
 
+from swa_jax.base.errors import ConfigError
+from swa_jax.checkpoint.families import FAMILIES, hf_pattern, model_config
 from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.servers import SERVERS, TARGETS, served_config
-from swa_jax.errors import ConfigError
-from swa_jax.families import FAMILIES, hf_pattern, model_config
 from swa_jax.model.layer_types import WINDOW
 
 GOLDEN = Path(__file__).parents[1] / "golden"

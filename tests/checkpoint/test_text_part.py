@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from swa_jax.base.errors import CheckpointError, ConfigError
+from swa_jax.checkpoint.families import model_config
+from swa_jax.checkpoint.families.text_part import text_config
 from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.safetensors_files import read_headers
-from swa_jax.errors import CheckpointError, ConfigError
-from swa_jax.families import model_config
-from swa_jax.families.text_part import text_config
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 HEAD = "lm_head.weight"

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import load_file
 
-from swa_jax.files import sum_of, sum_of_json
+from swa_jax.base.files import sum_of, sum_of_json
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.lora import LoraConfig, with_lora

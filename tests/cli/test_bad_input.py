@@ -17,14 +17,14 @@ from flax import nnx
 from tiny_models import make
 
 import swa_jax.train.loop
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.settings import from_dict, load_config
 from swa_jax.checkpoint.folder import save_model
 from swa_jax.cli.options import check_window
 from swa_jax.data.tokenizer import Tokenizer, check_same_tokens, load_tokenizer, train_byte_bpe
-from swa_jax.errors import ConfigError
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.sharding import AXES, mesh_shape
-from swa_jax.settings import from_dict, load_config
 from swa_jax.train.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]

@@ -11,10 +11,10 @@ from tiny_models import byte_checkpoint, make
 
 import swa_jax.adapt.job
 import swa_jax.train.loop
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.settings import from_dict
 from swa_jax.checkpoint.folder import load_model, save_model
-from swa_jax.errors import ConfigError
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.settings import from_dict
 from swa_jax.train.config import TrainConfig
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from swa_jax.adapt.source import find_source
+from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.served_cache import Memory
 from swa_jax.cli.compare import _counted
-from swa_jax.errors import ConfigError
 from swa_jax.model.pattern import AttentionPattern
 
 

@@ -11,11 +11,11 @@ from command_line import run
 from tiny_models import byte_checkpoint, make, start_tokenizer
 from typer.testing import CliRunner
 
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.estimates import accuracy_interval, bootstrap
 from swa_jax.checkpoint.folder import load_model
 from swa_jax.cli.main import app
 from swa_jax.data.tokenizer import load_tokenizer
-from swa_jax.errors import ConfigError
-from swa_jax.estimates import accuracy_interval, bootstrap
 from swa_jax.evaluate import Example, answer_nll, perplexity
 from swa_jax.evaluate.measure import score_by_depth
 from swa_jax.evaluate.ruler import ruler_grid

@@ -10,12 +10,12 @@ from command_line import fails, run
 from tiny_models import byte_checkpoint, make, with_template
 
 import swa_jax
+from swa_jax.base.errors import ConfigError
 from swa_jax.cli.evaluate.around import Around
 from swa_jax.cli.evaluate.ruler import RulerPrompts
 from swa_jax.data.chat import PROMPT, Wrap, chat_wrap, prompt_tokens
 from swa_jax.data.prompt_file import Prompt
 from swa_jax.data.tokenizer import load_tokenizer
-from swa_jax.errors import ConfigError
 from swa_jax.evaluate import needle_examples
 from swa_jax.evaluate.question_scores import _prompt_tokens
 from swa_jax.evaluate.questions import Question

@@ -6,11 +6,11 @@ import pytest
 from command_line import fails
 from tiny_models import BYTES, byte_checkpoint, make, with_template
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.cli.options import PromptKind
 from swa_jax.cli.select_options import Examples
 from swa_jax.data.chains import chain_tokenizer
 from swa_jax.data.tokenizer import load_tokenizer
-from swa_jax.errors import ConfigError
 from swa_jax.evaluate.chains import ChainCell, chain_examples
 
 

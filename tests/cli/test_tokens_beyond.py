@@ -8,8 +8,8 @@ import yaml
 from command_line import fails, run
 from tiny_models import byte_checkpoint, make
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.data.tokenizer import load_tokenizer
-from swa_jax.errors import ConfigError
 
 ONLY = "the model has embeddings for ids below 257 only"
 

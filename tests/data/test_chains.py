@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from compiled_chains import small_tokenizer
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.data.batches import make_batches, open_source
 from swa_jax.data.chains import FILLERS, NAMES, NUMBERS, STATES, Chains, Passages
 from swa_jax.data.haystack import Haystack
 from swa_jax.data.lessons import Needles
 from swa_jax.data.sources import SourceConfig
 from swa_jax.data.tokenizer import train_byte_bpe
-from swa_jax.errors import ConfigError
 
 LENGTH = 160
 

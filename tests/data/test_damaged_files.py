@@ -7,12 +7,12 @@ import random
 import pytest
 import yaml
 
+from swa_jax.base.errors import UserError
+from swa_jax.base.settings import load_config
 from swa_jax.data.chat import load_chat_template
 from swa_jax.data.documents import read_texts
 from swa_jax.data.prompt_file import read_prompts
 from swa_jax.data.tokenizer import load_tokenizer
-from swa_jax.errors import UserError
-from swa_jax.settings import load_config
 from swa_jax.train.config import TrainConfig
 
 VALUES = (

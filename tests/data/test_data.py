@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 
 from pallas_kernels.math.spec import NEVER
+from swa_jax.base.errors import ConfigError
 from swa_jax.data.batches import make_batches
 from swa_jax.data.documents import Answered, document_hash, is_held_out
 from swa_jax.data.packing import PackedPrompts, PackedText, _most_that_fit, pack
 from swa_jax.data.sources import SourceConfig, text_files
 from swa_jax.data.tokenizer import Tokenizer
-from swa_jax.errors import ConfigError
 
 # ---- packing ----
 

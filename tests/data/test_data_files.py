@@ -7,11 +7,11 @@ import types
 import numpy as np
 import pytest
 
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.settings import from_dict
 from swa_jax.data.batches import check_source, make_batches
 from swa_jax.data.documents import read_documents, read_prompts, read_texts
 from swa_jax.data.sources import SourceConfig, source_files
-from swa_jax.errors import ConfigError
-from swa_jax.settings import from_dict
 
 TEXTS = ["The grass is green.", "The sky is blue.\nThe sun is yellow.", "Here we go: é, 你好."]
 

@@ -17,13 +17,13 @@ from command_line import run
 
 import swa_jax.data.stored
 import swa_jax.data.tokenize
+from swa_jax.base.errors import ConfigError
 from swa_jax.data.batches import make_batches
 from swa_jax.data.documents import read_documents
 from swa_jax.data.sources import SourceConfig
 from swa_jax.data.stored import StoredDocuments, read_manifest, verify
 from swa_jax.data.tokenize import tokenize
 from swa_jax.data.tokenizer import load_tokenizer, train_byte_bpe
-from swa_jax.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 

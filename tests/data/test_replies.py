@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.data import chat
 from swa_jax.data.chat import chat_text, chat_tokens, load_chat_template, prompt_tokens
 from swa_jax.data.prompt_file import Prompt, ReplyFile, read_prompts
 from swa_jax.data.reply_text import ReplyText
 from swa_jax.data.tokenizer import load_tokenizer
-from swa_jax.errors import ConfigError
 
 # ---- the text of a reply ----
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.data.chat import ChatTemplate, load_chat_template
 from swa_jax.data.special_tokens import named_tokens, read_beside, reply_ends
-from swa_jax.errors import ConfigError
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "texts.json").read_text())
 

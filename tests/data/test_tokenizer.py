@@ -4,10 +4,10 @@ import pytest
 import tokenizers
 from tokenizers import processors
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.data.haystack import NEEDLE
 from swa_jax.data.lessons import train_recall_tokenizer
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer, train_byte_bpe
-from swa_jax.errors import ConfigError
 from swa_jax.evaluate.needle import needle_examples
 
 TEXT = "def area(width, height):\n    return width * height  # 1024 is: 7\n"

@@ -7,10 +7,10 @@ import pytest
 from command_line import fails, run
 from compiled_chains import CLASSES, LAYERS, PROMPT_LAYERS, WINDOW_SIZE, compiled_chains, small_tokenizer
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.folder import save_model
 from swa_jax.data.chains import ChainWords
 from swa_jax.data.lessons import write_tokenizer
-from swa_jax.errors import ConfigError
 from swa_jax.evaluate.chains import ChainCell, chain_examples, chain_grid, chain_scores
 from swa_jax.evaluate.nll import score_answers
 from swa_jax.model.pattern import AttentionPattern

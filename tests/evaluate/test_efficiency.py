@@ -5,7 +5,7 @@ import pytest
 from flax import nnx
 from tiny_models import BYTES
 
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 from swa_jax.evaluate import efficiency
 from swa_jax.evaluate.efficiency import break_even, measure_efficiency
 from swa_jax.model.cache import cache_bytes

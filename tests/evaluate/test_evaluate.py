@@ -12,7 +12,7 @@ from flax import nnx
 from tiny_models import WIDER
 
 from pallas_kernels.math.spec import NEVER
-from swa_jax.estimates import bootstrap
+from swa_jax.base.estimates import bootstrap
 from swa_jax.evaluate import (
     Example,
     answer_nll,

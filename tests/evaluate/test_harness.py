@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 from tiny_models import BYTES, make
 
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.estimates import accuracy_interval, bootstrap
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.data.tokenizer import load_tokenizer
-from swa_jax.errors import ConfigError
-from swa_jax.estimates import accuracy_interval, bootstrap
 from swa_jax.evaluate import Example, answer_nll, score_answers
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.generate import generate

@@ -6,6 +6,7 @@ import tokenizers
 from characters import Characters
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.data.haystack import (
     ADJECTIVES,
     NOISE,
@@ -19,7 +20,6 @@ from swa_jax.data.haystack import (
 )
 from swa_jax.data.lessons import Dictionary, Needles, RepeatedTokens
 from swa_jax.data.tokenizer import Tokenizer, train_byte_bpe
-from swa_jax.errors import ConfigError
 from swa_jax.evaluate.examples import value_places
 from swa_jax.evaluate.needle import needle_examples
 

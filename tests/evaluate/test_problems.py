@@ -6,9 +6,9 @@ import sys
 import pytest
 from characters import Characters
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.data.chat import Wrap
 from swa_jax.data.reply_text import after_thinking
-from swa_jax.errors import ConfigError
 from swa_jax.evaluate import question_scores
 from swa_jax.evaluate.judges import RULES, command_judge, rule_of
 from swa_jax.evaluate.numbers import last_number, same_number

@@ -10,8 +10,8 @@ import command_line
 import pytest
 from tiny_models import byte_checkpoint, make
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.data.tokenizer import load_tokenizer
-from swa_jax.errors import ConfigError
 from swa_jax.evaluate import longbench_metrics as metrics
 from swa_jax.evaluate.judges import command_judge, find_judge
 from swa_jax.evaluate.question_scores import _metric, _prompt_tokens, score_questions

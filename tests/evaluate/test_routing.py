@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from tiny_models import WIDER, make
 
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 from swa_jax.evaluate import Example
 from swa_jax.evaluate.routing import answer_routing, keys_read, measure_routing, text_routing
 from swa_jax.model.decoder import Decoder

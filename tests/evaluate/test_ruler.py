@@ -6,8 +6,8 @@ from itertools import cycle, islice
 import pytest
 from characters import Characters
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
-from swa_jax.errors import ConfigError
 from swa_jax.evaluate.ruler import ruler_examples, ruler_grid, string_match_all
 from swa_jax.evaluate.ruler_needles import NEEDLE_TASKS
 from swa_jax.evaluate.ruler_words import ADJECTIVES, NOUNS

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 from characters import Characters
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
-from swa_jax.errors import ConfigError
 from swa_jax.evaluate.ruler import RULER_TASKS, ruler_examples, ruler_grid, string_match_all, string_match_part
 from swa_jax.evaluate.ruler_qa import read_hotpotqa, read_squad
 from swa_jax.evaluate.ruler_words import ADJECTIVES, NOUNS

@@ -13,10 +13,10 @@ from compiled_chains import CLASSES, LAYERS, SERVES, WINDOW_SIZE, compiled_chain
 from scripts import train_chains as train
 from scripts.compare import card, runner, windows
 from swa_jax import load_model
+from swa_jax.base.settings import load_config
 from swa_jax.data.lessons import write_tokenizer
 from swa_jax.evaluate.chains import ChainCell, chain_examples
 from swa_jax.model.layer_types import FULL, WINDOW
-from swa_jax.settings import load_config
 from swa_jax.train.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]

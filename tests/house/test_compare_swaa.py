@@ -5,7 +5,7 @@ import json
 import pytest
 
 from scripts.compare.runner import key_of
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 
 SCRIPT = "compare.swaa"
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from scripts.compare import measures, runner
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.settings import load_config
 from swa_jax.checkpoint.named import model_folder
 from swa_jax.data.chains import ChainWords
 from swa_jax.data.tokenizer import load_tokenizer
-from swa_jax.errors import ConfigError
 from swa_jax.evaluate.chains import ChainCell, chain_examples
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.settings import load_config
 from swa_jax.train.loop import TrainConfig
 
 ROOT = Path(__file__).parents[2]

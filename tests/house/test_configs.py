@@ -9,12 +9,12 @@ import pytest
 from flax import nnx
 from training_runs import losses
 
-from swa_jax.errors import ConfigError
-from swa_jax.families.pattern_files import load_pattern
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.settings import load_config
+from swa_jax.checkpoint.families.pattern_files import load_pattern
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.lora import LoraConfig
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.settings import load_config
 from swa_jax.train.config import METHODS, TrainConfig
 from swa_jax.train.loop import train
 from swa_jax.train.optimizer import learning_rate

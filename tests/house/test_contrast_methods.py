@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from scripts.compare.__main__ import main
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 
 SCRIPT = "compare.contrasts"
 

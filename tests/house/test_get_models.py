@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swa_jax.errors import CheckpointError
+from swa_jax.base.errors import CheckpointError
 
 PARTS = {"model-a": b"first half, ", "model-b": b"second half"}
 

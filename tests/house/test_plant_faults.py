@@ -13,7 +13,7 @@ from scripts.faults.trials import Fault
 ROOT = Path(__file__).parents[2]
 SCRIPT = "faults.plant"
 SOUND = "def double(x):\n    return 2 * x\n"
-TEST = "from swa_jax.number import double\n\n\ndef test_double():\n    assert double(3) == 6\n"
+TEST = "from swa_jax.base.number import double\n\n\ndef test_double():\n    assert double(3) == 6\n"
 
 
 def test_every_fault_can_be_planted(script):
@@ -23,16 +23,16 @@ def test_every_fault_can_be_planted(script):
     rooms = {Path(fault.file).parts[:2] for fault in faults}
     for package in ("pallas_kernels", "launch"):
         assert any(room[0] == package for room in rooms)
-    rooms_of_library = ("bench", "checkpoint", "cli", "data", "evaluate", "families", "model", "plan", "report")
+    rooms_of_library = ("base", "bench", "checkpoint", "cli", "data", "evaluate", "model", "plan", "report")
     for room in (*rooms_of_library, "select", "train"):
         assert ("swa_jax", room) in rooms, f"no fault is in {room}"
 
 
 def test_a_fault_that_has_lost_its_place_is_named(script):
-    fault = Fault("a", "kind", "swa_jax/files.py", "no such text", "x", ("tests/test_nothing.py",))
+    fault = Fault("a", "kind", "swa_jax/base/files.py", "no such text", "x", ("tests/test_nothing.py",))
     twice = Fault("b", "kind", "swa_jax/chips.py", "Chip(", "Chip(", ())
     wrong = script.problems([fault, twice, twice])
-    assert any("a: swa_jax/files.py has 0 places" in line for line in wrong)
+    assert any("a: swa_jax/base/files.py has 0 places" in line for line in wrong)
     assert "a: there is no tests/test_nothing.py" in wrong
     assert "b: 'new' is the same as 'old'" in wrong
     assert "b: the name is not unique" in wrong
@@ -55,7 +55,8 @@ def test_the_room_of_a_file_is_the_folder_of_its_tests():
 
     assert room("pallas_kernels/tpu/schedule/pair_schedule.py") == ("tests/kernels",)
     assert room("swa_jax/model/cache.py") == ("tests/model",)
-    assert room("swa_jax/files.py") == ("tests/test_files.py",)
+    assert room("swa_jax/checkpoint/families/rope.py") == ("tests/checkpoint/families",)
+    assert room("swa_jax/checkpoint/gguf/rope.py") == ("tests/checkpoint",)
     assert room("launch/gke.py") == ("tests/launch",)
 
 
@@ -65,11 +66,11 @@ def small(script, tmp_path, monkeypatch):
     for name, text in {
         "swa_jax/__init__.py": "",
         "pallas_kernels/__init__.py": "",
-        "swa_jax/number.py": SOUND,
-        "tests/test_number.py": TEST,
+        "swa_jax/base/number.py": SOUND,
+        "tests/base/test_number.py": TEST,
         "pyproject.toml": '[tool.pytest.ini_options]\nmarkers = ["slow", "long"]\n',
     }.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     for module in (script, trials):
@@ -84,7 +85,7 @@ def results_of(script, file):
 @pytest.mark.slow
 def test_faults_are_caught_missed_and_not_tried_twice(script, small, capsys, monkeypatch):
     def fault(name, new):
-        return Fault(name, "kind", "swa_jax/number.py", "2 * x", new)
+        return Fault(name, "kind", "swa_jax/base/number.py", "2 * x", new)
 
     faults = [fault("wrong", "3 * x"), fault("harmless", "x * 2")]
     monkeypatch.setattr(script, "read_faults", lambda: faults)
@@ -92,13 +93,13 @@ def test_faults_are_caught_missed_and_not_tried_twice(script, small, capsys, mon
     assert main(["plant", "--out", str(out)]) == 1
     results = results_of(script, out)
     assert results["wrong"]["result"] == "caught"
-    assert results["wrong"]["by"] == "tests/test_number.py::test_double"
+    assert results["wrong"]["by"] == "tests/base/test_number.py::test_double"
     assert results["harmless"]["result"] == "NOT CAUGHT"
-    assert (small / "swa_jax" / "number.py").read_text() == SOUND, "the working tree is left alone"
+    assert (small / "swa_jax" / "base" / "number.py").read_text() == SOUND, "the working tree is left alone"
     assert main(["plant", "--out", str(out), "--only", "wro*"]) == 0
     assert "1 of 1 results are known" in capsys.readouterr().out
-    (small / "tests" / "test_number.py").write_text(TEST.replace("== 6", "!= 6"))
+    (small / "tests" / "base" / "test_number.py").write_text(TEST.replace("== 6", "!= 6"))
     script.sum_of_source.cache_clear()
     assert main(["plant", "--out", str(out), "--only", "harmless"]) == 1, "the tests have changed"
     assert results_of(script, out)["harmless"]["result"] == "NOT CAUGHT"
-    assert "fails without any fault, and is left out: tests/test_number.py::test_double" in capsys.readouterr().err
+    assert "fails without any fault, and is left out: tests/base/test_number.py::test_double" in capsys.readouterr().err

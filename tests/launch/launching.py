@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 from launch.settings import Settings, main
-from swa_jax.settings import load_config
+from swa_jax.base.settings import load_config
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "launch" / "example.yaml"

@@ -13,7 +13,7 @@ import yaml
 
 from launch import gke
 from launch.settings import Settings
-from swa_jax.settings import load_config
+from swa_jax.base.settings import load_config
 
 ROOT = Path(__file__).parents[2]
 LINES = [line.split() for line in (ROOT / "launch" / "Dockerfile").read_text().splitlines() if line[:1].isupper()]

@@ -16,8 +16,8 @@ from timing import wait_until
 
 from launch import gke, tpu_vm
 from launch.settings import Runner, Settings, TpuVm, main
-from swa_jax.errors import ConfigError
-from swa_jax.settings import from_dict, load_config
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.settings import from_dict, load_config
 from swa_jax.train.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]

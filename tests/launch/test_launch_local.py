@@ -12,7 +12,7 @@ import pytest
 import yaml
 from timing import wait_until
 
-from swa_jax.settings import from_dict
+from swa_jax.base.settings import from_dict
 from swa_jax.train.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]

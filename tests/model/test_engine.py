@@ -7,7 +7,7 @@ import pytest
 from kernels.tolerances import assert_close
 from tiny_models import PATTERNS, WINDOW_SIZE, model_of, random_prompts
 
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 from swa_jax.model.cache import allocate, cache_layouts
 from swa_jax.model.engine import Engine
 from swa_jax.model.generate import generate, sampling

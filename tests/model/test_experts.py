@@ -14,9 +14,9 @@ from safetensors.numpy import load_file
 from tiny_models import EXPERTS, FUSED_EXPERTS, MIXED, PLAIN, SHARED_EXPERTS, SOFTMAX, logits_of, make
 
 import swa_jax
+from swa_jax.base.errors import ConfigError
+from swa_jax.checkpoint.families import model_config
 from swa_jax.checkpoint.hf_import import import_model
-from swa_jax.errors import ConfigError
-from swa_jax.families import model_config
 from swa_jax.model.attention import Attention, cast_parameters
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder

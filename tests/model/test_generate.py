@@ -14,7 +14,7 @@ from tiny_models import PARALLEL, base_model, make, model_of, random_prompts
 
 import swa_jax
 from pallas_kernels import dispatch
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 from swa_jax.model.cache import allocate, cache_bytes
 from swa_jax.model.generate import (
     NOTHING,

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from tiny_models import BYTES, MIXED, SHARED_KEYS, SOFTMAX, TWO_SHAPES, base_model, logits_of, make
 
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 from swa_jax.evaluate.examples import Example
 from swa_jax.model.cache import cache_layouts, kept_whole
 from swa_jax.model.decoder import Decoder

@@ -13,18 +13,18 @@ from tiny_models import PATTERNS, logits_of, model_of
 from training_runs import Interruption, assert_same_weights, interrupt_at, losses
 
 import swa_jax.train.loop
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.settings import from_dict, to_dict
 from swa_jax.checkpoint.folder import load_model, save_model
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.peft import save_adapter
 from swa_jax.data.haystack import ANSWER, NEEDLE, QUESTION
-from swa_jax.errors import ConfigError
 from swa_jax.model.attention import kinds_of
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.flops import matrix_parameters, train_flops_per_token
 from swa_jax.model.generate import generate
 from swa_jax.model.lora import TARGETS, LoraConfig, LoraLinear, merge_lora, seed_dropout, trained_and_frozen, with_lora
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.settings import from_dict, to_dict
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.loop import _claimed, train
 from swa_jax.train.step import init_state, make_loss, make_step, make_validation_loss

@@ -14,7 +14,7 @@ from timing import least_seconds
 from tiny_models import LAYERS, PATTERNS, SIGMOID, SOFTMAX, WINDOW_SIZE, base_model, logits_of, make, model_of
 
 from pallas_kernels.pools import attend_over_pools
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import perplexity, score_answers
 from swa_jax.model.attention import kinds_of, layer_plan

@@ -11,8 +11,8 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 import swa_jax
+from swa_jax.checkpoint.families import apply_pattern, hf_config, hf_pattern, model_config
 from swa_jax.checkpoint.hf_import import import_model
-from swa_jax.families import apply_pattern, hf_config, hf_pattern, model_config
 from swa_jax.model.attention import LayerPlan, kinds_of, layer_plan
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL, WINDOW

@@ -24,10 +24,11 @@ from tiny_models import (
     TWO_SHAPES,
 )
 
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.settings import load_config
 from swa_jax.checkpoint import tensor_names as names
+from swa_jax.checkpoint.families import FAMILIES, apply_pattern
 from swa_jax.checkpoint.folder import load_model, open_checkpoint, save_model
-from swa_jax.errors import ConfigError
-from swa_jax.families import FAMILIES, apply_pattern
 from swa_jax.model import parameters as declaration
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
@@ -36,7 +37,6 @@ from swa_jax.model.lora import TARGETS, LoraConfig, with_lora
 from swa_jax.model.parameters import Parameter, declared, low_rank, parameters
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import AXES, Partition, check_model, state_shardings
-from swa_jax.settings import load_config
 from swa_jax.train import optimizer
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.optimizer import OptimizerConfig, is_matrix, make_optimizer

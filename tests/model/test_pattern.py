@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from tiny_models import PATTERNS, SOFTMAX, make
 
-from swa_jax.errors import ConfigError
-from swa_jax.families import hf_pattern
-from swa_jax.families.pattern_files import load_pattern
+from swa_jax.base.errors import ConfigError
+from swa_jax.checkpoint.families import hf_pattern
+from swa_jax.checkpoint.families.pattern_files import load_pattern
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.recipes import SWAA_ROWS, begin_middle_end

@@ -10,13 +10,13 @@ from flax import nnx
 from tiny_models import SOFTMAX, make
 
 import swa_jax.model.attention
+from swa_jax.base.settings import from_dict, to_dict
 from swa_jax.checkpoint.folder import load_model, open_checkpoint, save_model
 from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.model.attention import Router
 from swa_jax.model.cache import allocate, cache_layouts
 from swa_jax.model.decoder import Decoder
-from swa_jax.settings import from_dict, to_dict
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.step import make_validation_loss
 

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from tiny_models import WIDER
 
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 from swa_jax.model.flops import attention_flops, matrix_parameters, train_flops_per_token, visible_keys
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import (

@@ -3,7 +3,7 @@
 import pytest
 from tiny_models import make
 
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 from swa_jax.model.window import OWN, Window
 
 

@@ -1,6 +1,6 @@
 """A small training run to plan: three windowed layers."""
 
-from swa_jax.settings import from_dict
+from swa_jax.base.settings import from_dict
 from swa_jax.train.config import TrainConfig
 
 MODEL = {

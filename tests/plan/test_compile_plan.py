@@ -9,13 +9,13 @@ from command_line import fails
 from small_runs import MODEL
 from small_runs import config_of as run
 
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.settings import from_dict, to_dict
 from swa_jax.model.config import ModelConfig
 from swa_jax.plan.text import describe
-from swa_jax.settings import from_dict, to_dict
 
 pytest.importorskip("libtpu")  # the plain suite runs where it has no wheel, too
-from swa_jax.chips import TARGETS
+from swa_jax.base.chips import TARGETS
 from swa_jax.plan.plan import plan, topology_devices
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from swa_jax.chips import CHIPS
+from swa_jax.base.chips import CHIPS
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern

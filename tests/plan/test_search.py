@@ -10,13 +10,13 @@ import pytest
 from command_line import fails
 from small_runs import MODEL, config_of
 
-from swa_jax.chips import TARGETS
-from swa_jax.errors import ConfigError
+from swa_jax.base.chips import TARGETS
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.settings import load_config, to_dict
 from swa_jax.plan.candidates import RunChanges, candidates, factorisations, present, refusal
 from swa_jax.plan.cost import Workload, estimate
 from swa_jax.plan.search import SearchFile, key_of, search, to_json
 from swa_jax.plan.search_text import describe_search
-from swa_jax.settings import load_config, to_dict
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.patterns import find_start, stage_patterns
 

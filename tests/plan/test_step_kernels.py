@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from swa_jax.base.settings import load_config
 from swa_jax.bench.compile_for_chip import kernel_name, pallas_calls
-from swa_jax.families import model_config
+from swa_jax.checkpoint.families import model_config
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
 from swa_jax.model.sharding import MeshConfig
 from swa_jax.plan.plan import topology_devices, trace_generation, trace_training
-from swa_jax.settings import load_config
 from swa_jax.train.config import ModelChanges, TrainConfig
 from swa_jax.train.patterns import find_start
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from planted import KV_HEADS, LAYERS, PLANTED, WINDOW_SIZE, planted_examples, planted_mask, planted_model
 
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 from swa_jax.evaluate import Example
 from swa_jax.evaluate.nll import score_answers, score_batch
 from swa_jax.model.pattern import AttentionPattern

@@ -12,9 +12,9 @@ from flax import nnx
 from planted import KV_HEADS, LAYERS, PLANTED, WINDOW_SIZE, planted_examples, planted_mask, planted_model
 from tiny_models import BYTES, byte_checkpoint, make
 
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.estimates import accuracy_interval, bootstrap, paired_bootstrap
 from swa_jax.checkpoint.folder import save_model
-from swa_jax.errors import ConfigError
-from swa_jax.estimates import accuracy_interval, bootstrap, paired_bootstrap
 from swa_jax.evaluate import Example
 from swa_jax.evaluate.nll import score_answers
 from swa_jax.model.decoder import Decoder

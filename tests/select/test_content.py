@@ -12,10 +12,10 @@ from flax import nnx
 from planted import KV_HEADS, LAYERS, WINDOW_SIZE, planted_examples, planted_model
 from tiny_models import BYTES, SOFTMAX, byte_checkpoint, make
 
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.files import digest
 from swa_jax.checkpoint.folder import load_model, save_model
-from swa_jax.errors import ConfigError
 from swa_jax.evaluate import Example
-from swa_jax.files import digest
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window

@@ -11,7 +11,7 @@ from flax import nnx
 from planted import LAYERS, PLANTED, WINDOW_SIZE, planted_examples, planted_model
 from tiny_models import PLAIN
 
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 from swa_jax.evaluate import Example
 from swa_jax.evaluate.nll import answer_batches
 from swa_jax.model.attention import layer_plan

@@ -11,8 +11,8 @@ from planted import KV_HEADS, LAYERS, WINDOW_SIZE, planted_examples, planted_mod
 
 from swa_jax.adapt.search import EFFORTS, Point, Search, fitting
 from swa_jax.adapt.tasks import Task as Asked
+from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.served_cache import Memory
-from swa_jax.errors import ConfigError
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
 from swa_jax.select import gates

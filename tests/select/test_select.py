@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from tiny_models import WIDER
 
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 from swa_jax.evaluate import Example, answer_nll
 from swa_jax.evaluate.nll import score_batch
 from swa_jax.model.decoder import Decoder

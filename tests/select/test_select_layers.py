@@ -10,7 +10,7 @@ from flax import nnx
 from planted import CLASSES, HAY, PLANTED, VALUES, WINDOW_SIZE, planted_examples, planted_model
 from tiny_models import WIDER
 
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 from swa_jax.evaluate import Example, answer_nll
 from swa_jax.evaluate.nll import score_batch
 from swa_jax.model.decoder import Block, Decoder

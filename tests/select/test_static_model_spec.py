@@ -10,7 +10,7 @@ from flax import nnx
 from tiny_models import LAYER_KINDS, PLAIN
 
 from pallas_kernels import alibi_slopes
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 from swa_jax.evaluate import Example
 from swa_jax.model.attention import layer_plan, model_spec
 from swa_jax.model.decoder import Decoder

@@ -12,7 +12,7 @@ from planted import PLANTED, WINDOW_SIZE, planted_examples, planted_mask, plante
 from tiny_models import PLAIN
 
 from pallas_kernels import AttentionSpec
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 from swa_jax.evaluate import Example
 from swa_jax.evaluate.nll import answer_batches
 from swa_jax.model.decoder import Decoder

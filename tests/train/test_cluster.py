@@ -5,7 +5,7 @@ import json
 import pytest
 
 import swa_jax.train.cluster
-from swa_jax.errors import ConfigError
+from swa_jax.base.errors import ConfigError
 from swa_jax.train.cluster import Member, find_member
 from swa_jax.train.processes import _difference
 

@@ -16,15 +16,15 @@ from process_groups import ends, free_port
 from tiny_models import BYTES, byte_checkpoint, make
 from training_runs import losses, read_metrics
 
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.settings import from_dict, to_dict
 from swa_jax.data.batches import make_batches
 from swa_jax.data.distilled import token_fields
 from swa_jax.data.documents import Top
 from swa_jax.data.sources import SourceConfig
 from swa_jax.data.tokenizer import load_tokenizer
-from swa_jax.errors import ConfigError
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.lora import trained_and_frozen
-from swa_jax.settings import from_dict, to_dict
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.loop import train
 from swa_jax.train.objectives import totals_of

@@ -10,10 +10,10 @@ import pytest
 from tiny_models import BYTES
 from training_runs import Interruption, assert_same_weights, interrupt_at, read_metrics
 
+from swa_jax.base.errors import CheckpointError, ConfigError
+from swa_jax.base.settings import from_dict, to_dict
 from swa_jax.checkpoint.folder import load_model, save_model
-from swa_jax.errors import CheckpointError, ConfigError
 from swa_jax.model.lora import trained_and_frozen
-from swa_jax.settings import from_dict, to_dict
 from swa_jax.train.earlier_run import with_earlier_optimizer
 from swa_jax.train.loop import TrainConfig, train
 from swa_jax.train.optimizer import OptimizerConfig, learning_rate, make_optimizer

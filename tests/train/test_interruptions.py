@@ -17,7 +17,7 @@ from training_runs import losses
 
 import swa_jax.train.loop
 import swa_jax.train.preemption
-from swa_jax.settings import from_dict, to_dict
+from swa_jax.base.settings import from_dict, to_dict
 from swa_jax.train.loop import TrainConfig, train
 from swa_jax.train.preemption import EXIT_STATUS, Preempted, preemption_notices
 

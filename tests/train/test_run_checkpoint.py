@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import swa_jax.train.run_checkpoints
-from swa_jax.errors import CheckpointError
+from swa_jax.base.errors import CheckpointError
 from swa_jax.train.run_checkpoints import MANIFEST_FILE, RunCheckpoints, has_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -250,7 +250,7 @@ _FILL = """
 import sys, jax.numpy as jnp
 from pathlib import Path
 from swa_jax.train.run_checkpoints import RunCheckpoints
-from swa_jax.errors import CheckpointError
+from swa_jax.base.errors import CheckpointError
 folder = Path(sys.argv[1])
 try:
     with RunCheckpoints(folder, keep=2) as checkpoints:

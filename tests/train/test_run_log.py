@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from training_runs import read_metrics
 
-from swa_jax.errors import CheckpointError, ConfigError
+from swa_jax.base.errors import CheckpointError, ConfigError
 from swa_jax.train.config import LogConfig
 from swa_jax.train.run_log import RunLog, keep_lines
 

@@ -12,10 +12,10 @@ from tiny_models import model_of
 
 import swa_jax.train.step as step_module
 from pallas_kernels.math.spec import NEVER
+from swa_jax.base.settings import from_dict, to_dict
 from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.model.loss import next_token_targets
 from swa_jax.model.sharding import MeshConfig, Partition, make_mesh
-from swa_jax.settings import from_dict, to_dict
 from swa_jax.train import stage_data
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.loop import place_batch

@@ -19,17 +19,17 @@ from flax import nnx
 from training_runs import Interruption, assert_same_weights, interrupt_at, losses, read_metrics
 
 import swa_jax.train.loop
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.settings import from_dict, load_config, to_dict
+from swa_jax.checkpoint.families.pattern_files import load_pattern
 from swa_jax.checkpoint.folder import load_model, save_model
 from swa_jax.data.chains import VOCAB_SIZE
 from swa_jax.data.sources import SourceConfig
 from swa_jax.data.tokenize import tokenize
 from swa_jax.data.tokenizer import load_tokenizer
-from swa_jax.errors import ConfigError
-from swa_jax.families.pattern_files import load_pattern
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
-from swa_jax.settings import from_dict, load_config, to_dict
 from swa_jax.train.loop import TrainConfig, random_model, train
 from swa_jax.train.patterns import find_start
 from swa_jax.train.step import SPIKE_DECAY, SPIKE_WARMUP, init_state, make_step

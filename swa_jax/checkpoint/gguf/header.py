@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
 
+from swa_jax.base.errors import CheckpointError
 from swa_jax.checkpoint.sources import GGUF, GGUF_PART, ModelFile, ModelFolder, OpenedFile, RemoteFile
-from swa_jax.errors import CheckpointError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from swa_jax.base.errors import CheckpointError, ConfigError
 from swa_jax.checkpoint.gguf.header import GgufTensor, Header
-from swa_jax.errors import CheckpointError, ConfigError
 from swa_jax.model.layer_types import FULL, WINDOW
 
 

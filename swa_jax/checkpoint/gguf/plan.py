@@ -7,7 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+from swa_jax.base.errors import CheckpointError, ConfigError
 from swa_jax.checkpoint.companions import check_companions
+from swa_jax.checkpoint.families import hf_pattern, model_config
+from swa_jax.checkpoint.families.pattern_files import load_pattern
 from swa_jax.checkpoint.folder import CONFIG_FILE
 from swa_jax.checkpoint.gguf.header import read_gguf
 from swa_jax.checkpoint.gguf.hyperparameters import ARCHITECTURES, Metadata, hf_config
@@ -17,9 +20,6 @@ from swa_jax.checkpoint.gguf.weights import check_kinds, find_places, model_dtyp
 from swa_jax.checkpoint.import_plan import ImportPlan, import_identity
 from swa_jax.checkpoint.safetensors_files import Parts, TensorReader
 from swa_jax.checkpoint.sources import ModelFile
-from swa_jax.errors import CheckpointError, ConfigError
-from swa_jax.families import hf_pattern, model_config
-from swa_jax.families.pattern_files import load_pattern
 from swa_jax.model.pattern import AttentionPattern
 
 

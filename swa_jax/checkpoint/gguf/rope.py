@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from swa_jax.base.errors import CheckpointError
 from swa_jax.checkpoint.gguf.hyperparameters import DEFAULT_THETA, Metadata
-from swa_jax.errors import CheckpointError
 from swa_jax.model.layer_types import FULL, WINDOW
 
 LLAMA3_LENGTHS = [2**n for n in range(4, 21)]  # of first trainings; the released models have 8192

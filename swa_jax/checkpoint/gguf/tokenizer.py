@@ -12,12 +12,12 @@ import tokenizers
 from gguf.constants import TokenType
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
+from swa_jax.base.errors import CheckpointError, ConfigError
+from swa_jax.base.settings import nearest
 from swa_jax.checkpoint.companions import GENERATION, TOKENIZER
 from swa_jax.checkpoint.gguf.hyperparameters import Metadata
 from swa_jax.checkpoint.gguf.pretokenizers import RULES, WordRule
 from swa_jax.data.special_tokens import SETTINGS
-from swa_jax.errors import CheckpointError, ConfigError
-from swa_jax.settings import nearest
 
 SPACE = "\u2581"  # SentencePiece's sign for a space
 PREFIX = "tokenizer.ggml."

@@ -12,10 +12,10 @@ from gguf.constants import GGML_QUANT_SIZES, TENSOR_NAMES, GGMLQuantizationType
 from gguf.constants import MODEL_TENSOR as T
 from gguf.quants import dequantize
 
+from swa_jax.base.errors import CheckpointError
 from swa_jax.checkpoint.gguf.header import GgufTensor
 from swa_jax.checkpoint.safetensors_files import BYTES, PART_BYTES, StoredTensor, TensorReader
 from swa_jax.checkpoint.tensor_names import TensorName, hf_parameters, tensors_of
-from swa_jax.errors import CheckpointError
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.parameters import Parameter
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.cli.generate_options import CHAT, Thinking
 from swa_jax.cli.groups import Options
 from swa_jax.cli.options import Chat
-from swa_jax.errors import ConfigError
 
 if TYPE_CHECKING:
     from swa_jax.data.chat import Wrap

@@ -13,6 +13,8 @@ import typer
 from rich.console import RenderableType
 from typer import Option
 
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.files import check_content, read_document, write_json
 from swa_jax.cli.groups import Options
 from swa_jax.cli.options import (
     OUTPUT,
@@ -32,8 +34,6 @@ from swa_jax.cli.options import (
     note_context,
     with_patterns,
 )
-from swa_jax.errors import ConfigError
-from swa_jax.files import check_content, read_document, write_json
 from swa_jax.model.window import Window
 
 if TYPE_CHECKING:
@@ -246,9 +246,9 @@ class Evaluation(Options):
 
     def _samples(self, total: int) -> Callable[[Decoder], Samples]:
         """Where what is known of the examples under a model is kept: in `samples.jsonl`, if there is an --out."""
+        from swa_jax.base.settings import to_dict
         from swa_jax.checkpoint.folder import weights_sum
         from swa_jax.evaluate.samples import NO_SAMPLES, Samples
-        from swa_jax.settings import to_dict
 
         if self.out is None:
             return lambda model: NO_SAMPLES

@@ -8,11 +8,11 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.cli.evaluate.around import THINKING_WITHOUT_CHAT
 from swa_jax.cli.evaluate.evaluation import Evaluation, MaxLength, Measurement, Rows, Run
 from swa_jax.cli.generate_options import CHAT, Thinking
 from swa_jax.cli.options import PROMPTS
-from swa_jax.errors import ConfigError
 
 
 def harness(

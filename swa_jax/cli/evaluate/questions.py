@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.cli.evaluate.around import Around
 from swa_jax.cli.evaluate.evaluation import Evaluation, MaxLength, MaxNewTokens, Measurement, Rows, Run
 from swa_jax.cli.groups import Options
 from swa_jax.cli.options import PROMPTS
-from swa_jax.errors import ConfigError
 
 if TYPE_CHECKING:
     from swa_jax.evaluate.questions import Question
@@ -94,9 +94,9 @@ def questions(
     ] = False,
 ) -> Measurement:
     """Questions about long texts, from LongBench, LongBench v2 and LongMemEval, and problems, from your files."""
+    from swa_jax.base.files import write_json
     from swa_jax.evaluate.judges import find_judge
     from swa_jax.evaluate.question_scores import score_questions
-    from swa_jax.files import write_json
     from swa_jax.report.evaluation_tables import questions_table
 
     asked = sets.read(judged=judge is not None)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.cli.evaluate.around import Around
 from swa_jax.cli.evaluate.evaluation import Depths, Evaluation, Measurement, Rows, Run
 from swa_jax.cli.evaluate.needles import DEFAULT_DEPTHS
@@ -17,7 +18,6 @@ from swa_jax.cli.evaluate.ruler import DEFAULT_EXAMPLES as RULER_PROMPTS
 from swa_jax.cli.evaluate.ruler import Grid, RulerPrompts
 from swa_jax.cli.groups import Options
 from swa_jax.cli.options import PROMPTS, NumKeys, check_length, draw_needles, fractions
-from swa_jax.errors import ConfigError
 
 if TYPE_CHECKING:
     from swa_jax.data.chat import Wrap

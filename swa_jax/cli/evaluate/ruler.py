@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option, echo
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.cli.evaluate.around import Around
 from swa_jax.cli.evaluate.evaluation import Depths, Evaluation, Examples, Lengths, MaxNewTokens, Measurement, Rows, Run
 from swa_jax.cli.groups import Options
 from swa_jax.cli.options import PROMPTS, Haystack, check_length, fractions, numbers, text_files
-from swa_jax.errors import ConfigError
 
 if TYPE_CHECKING:
     from swa_jax.data.chat import Wrap

@@ -1,0 +1,95 @@
+"""Models whose full layers have heads and rotary embeddings of another kind than their windowed ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from swa_jax.base.errors import ConfigError
+from swa_jax.checkpoint.families.rope import ROPE_KEYS, read_rope, rope_keys, window_keys_by_type
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.layer_types import FULL, WINDOW
+from swa_jax.model.pattern import AttentionPattern
+
+# The fields of `ModelConfig` that full layers may have of their own, and where those stand.
+_OF_FULL_LAYERS = {
+    "num_attention_heads": "num_global_attention_heads",
+    "num_key_value_heads": "num_global_key_value_heads",
+    "partial_rotary_factor": "global_partial_rotary_factor",
+    "sink_logits": "global_sink_logits",
+}
+
+
+def ropes_by_type(
+    hf: Mapping[str, Any], types: Sequence[str], defaults: Mapping[str, Any], share: float
+) -> dict[str, dict[str, Any]]:
+    """`rope_parameters` of full and windowed layers.
+
+    Args:
+      defaults: the same where `config.json` has none.
+      share: `partial_rotary_factor` where one of them does not say it.
+
+    Raises:
+      ConfigError: those of a layer type that occurs are missing, or are no mapping.
+    """
+    given = defaults if hf.get("rope_parameters") is None else hf["rope_parameters"]
+    found = {}
+    for kind in (FULL, WINDOW):
+        rope = given.get(kind) if isinstance(given, Mapping) else None
+        if kind in types and not isinstance(rope, Mapping):
+            raise ConfigError(f"config.json: rope_parameters.{kind} must be a mapping, got {rope!r}")
+        found[kind] = {"partial_rotary_factor": share, **(rope or {})}
+    return found
+
+
+def without_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in hf.items() if key not in (*ROPE_KEYS, "partial_rotary_factor")}
+
+
+def with_layer_kinds(
+    config: ModelConfig,
+    types: Sequence[str],
+    windowed_rope: Mapping[str, Any],
+    full: Mapping[str, Any],
+    windowed: Mapping[str, Any],
+) -> ModelConfig:
+    """The model, read with the RoPE of its full layers, with the fields of either kind of layer.
+
+    Raises:
+      ConfigError: the windowed layers scale their rotary embeddings, which no local RoPE does here.
+    """
+    own = {"rope_parameters": windowed_rope}
+    share = windowed_rope["partial_rotary_factor"]
+    theta, scaling = read_rope(own, 10000.0, config.max_position_embeddings, share)
+    if scaling is not None:
+        raise ConfigError(
+            f"config.json: rope_parameters.{WINDOW}.rope_type '{scaling.rope_type}' is not supported; supported: "
+            "default"
+        )
+    if WINDOW not in types:
+        return dataclasses.replace(config, **full)
+    fields = dict(windowed)
+    if FULL in types:
+        fields |= {_OF_FULL_LAYERS[name]: value for name, value in full.items()}
+    ropes: list[Any] = ["local" if kind == WINDOW else "global" for kind in types]
+    return dataclasses.replace(config, rope_layers=tuple(ropes), local_rope_theta=theta, **fields)
+
+
+def of_full_layers(config: ModelConfig, name: str) -> Any:
+    """A field of `ModelConfig`, as full layers have it."""
+    own = getattr(config, _OF_FULL_LAYERS[name])
+    return getattr(config, name) if own is None else own
+
+
+def layer_kind_keys(config: ModelConfig) -> dict[str, Any]:
+    """`rope_parameters` and `layer_types`, and a window over the whole context."""
+    share = of_full_layers(config, "partial_rotary_factor")
+    full = rope_keys(dataclasses.replace(config, partial_rotary_factor=share))["rope_parameters"]
+    local = {"rope_type": "default", "rope_theta": config.local_rope_theta}
+    ropes = {
+        FULL: {**full, "partial_rotary_factor": share},
+        WINDOW: {**local, "partial_rotary_factor": config.partial_rotary_factor},
+    }
+    keys = window_keys_by_type(config, AttentionPattern((FULL,) * config.num_hidden_layers))
+    return keys | {"rope_parameters": ropes}

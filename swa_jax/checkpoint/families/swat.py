@@ -1,0 +1,51 @@
+"""SWAT: this library's own family, which can say all that the decoder can do; no other library reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.settings import from_dict, nearest, to_dict
+from swa_jax.checkpoint.families.common import Family, Windows, layer_types
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.layer_types import FULL, WINDOW
+from swa_jax.model.pattern import AttentionPattern
+
+# Keys that `config.json` may hold beside the fields of `ModelConfig`; they do not change what the decoder computes.
+_NEUTRAL = (
+    "architectures",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "layer_types",
+    "pad_token_id",
+    "sliding_window",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+)
+
+
+def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """Every field of `ModelConfig` under its own name."""
+    fields = [f.name for f in dataclasses.fields(ModelConfig)]
+    for key in hf:
+        if key not in fields and key not in _NEUTRAL:
+            raise ConfigError(f"config.json: unknown key '{key}' for model_type 'swat'{nearest(key, fields)}")
+    return from_dict(ModelConfig, {key: value for key, value in hf.items() if key in fields}, "config.json")
+
+
+def read_windows(hf: Mapping[str, Any], layers: int) -> Windows:
+    window = hf.get("sliding_window")
+    return window, layer_types(hf, [FULL if window is None else WINDOW] * layers)
+
+
+def window_keys(config: ModelConfig, pattern: AttentionPattern) -> dict[str, Any]:
+    if pattern.sliding_window is None:
+        return {}
+    return {"sliding_window": pattern.sliding_window, "layer_types": list(pattern.layer_types)}
+
+
+FAMILY = Family("swat", "SwatForCausalLM", from_hf, to_dict, read_windows, window_keys)
