@@ -1,4 +1,4 @@
-"""What transformers makes of the config.json files in tests/checkpoint/families/configs, and of configs without any key.
+"""What transformers makes of the configs in tests/checkpoint/families/configs, and of configurations without any key.
 
 Of every file whose model transformers can build: the number of tensors of a checkpoint, a SHA-256 of their names and
 shapes, and which layers are windowed. Models are built on torch's meta device, so that their size costs nothing.
