@@ -52,20 +52,20 @@ def test_a_list_belongs_to_its_seed_and_is_found_again_when_code_moves(script, m
 
 def test_the_tests_of_a_fault_are_those_of_its_room_and_those_that_name_its_module(script, monkeypatch, tmp_path):
     for name, text in {
-        "swa_jax/number.py": "def double(x):\n    return 2 * x\n\n\ndef half(x):\n    return x / 2\n",
-        "tests/number/test_number.py": "",
-        "tests/number/test_others.py": "",
-        "tests/test_other.py": "from swa_jax.number import double\n",
+        "swa_jax/base/number.py": "def double(x):\n    return 2 * x\n\n\ndef half(x):\n    return x / 2\n",
+        "tests/base/test_number.py": "",
+        "tests/base/test_others.py": "",
+        "tests/test_other.py": "from swa_jax.base.number import double\n",
         "tests/test_third.py": "",
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(script, "ROOT", tmp_path)
     monkeypatch.setattr(trials, "ROOT", tmp_path)
-    (slip,) = (s for s in slips((tmp_path / "swa_jax/number.py").read_text()) if s.new == "+")
-    fault = script.at("swa_jax/number.py", (tmp_path / "swa_jax/number.py").read_text(), slip)
-    nearest = ["tests/number/test_number.py", "tests/test_other.py"]
-    assert fault.stages == [nearest, ["tests/number/test_others.py"]]
+    (slip,) = (s for s in slips((tmp_path / "swa_jax/base/number.py").read_text()) if s.new == "+")
+    fault = script.at("swa_jax/base/number.py", (tmp_path / "swa_jax/base/number.py").read_text(), slip)
+    nearest = ["tests/base/test_number.py", "tests/test_other.py"]
+    assert fault.stages == [nearest, ["tests/base/test_others.py"]]
 
 
 def test_the_list_is_counted(script, capsys):
