@@ -1,5 +1,6 @@
 """What every test shares: JAX's settings, skips without hardware, a byte tokenizer."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -14,6 +15,9 @@ import jax
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
+
+# Tracing makes many objects and few circles of them: looking for circles less often takes a fifteenth off the suite.
+gc.set_threshold(50_000, 20, 50)
 
 CASES = {
     mark: {
