@@ -13,7 +13,7 @@ from swa_jax.model.pattern import AttentionPattern
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class OriginalModel:
     """The model to adapt.
 
     Attributes:
@@ -33,9 +33,11 @@ class Source:
     weight_bytes: int
 
 
-def find_source(name: str) -> Source:
+def find_source(name: str) -> OriginalModel:
     """Open what a user named in any of the ways of `checkpoint.named`, whose errors it has."""
     checkpoint = open_checkpoint(model_folder(name))
     size = sum(file.stat().st_size for file in checkpoint.folder.glob("weights/*"))
     bundled = name if name in BUNDLED and not Path(name).exists() else None
-    return Source(name, checkpoint.folder, bundled, checkpoint.hf_config, checkpoint.config, checkpoint.pattern, size)
+    return OriginalModel(
+        name, checkpoint.folder, bundled, checkpoint.hf_config, checkpoint.config, checkpoint.pattern, size
+    )

@@ -128,10 +128,8 @@ def _nll_heads(
     evaluate = _masks(task, "loss")
     total = math.prod(evaluate.shape)
     most = max(1, *(num_full(ratio, total) for ratio in ratios))
-    found = greedy_heads(
-        evaluate, most, tried=total if tried == 0 else tried or TRIED, rounds=rounds or ROUNDS, progress=task.progress
-    )
-    return Ranking(found.order, evaluate.shape, {"gradients": found.gradients})
+    named = total if tried == 0 else tried or TRIED
+    return greedy_heads(evaluate, most, tried=named, rounds=rounds or ROUNDS, progress=task.progress)
 
 
 def _light_transfer(
@@ -267,7 +265,7 @@ class Method(NamedTuple):
       name: everywhere: of the command, of `compare --method`, in results and in `provenance`.
       by: what the choice goes by; costs: passes over the examples. Both stand in the docs.
       run: its runner; fixed: the runner's arguments that make this method of its family.
-      keeps: what its file of scores holds, if a search may go on from there.
+      keeps: whether it keeps scores in a file, from which a search goes on.
       meshes: whether it runs on several devices.
     """
 
@@ -277,7 +275,7 @@ class Method(NamedTuple):
     costs: str
     run: Callable[..., Ranking | list[Chosen]]
     fixed: Mapping[str, Any] = {}
-    keeps: Literal["layers", "heads", "masks"] | None = None
+    keeps: bool = False
     meshes: bool = False
 
     @property
@@ -290,8 +288,8 @@ class Method(NamedTuple):
 
 
 _ROWS, _SEARCH = "one pass with whole attention rows", "hundreds to thousands of passes"
-_LAYERS: dict[str, Any] = {"keeps": "layers", "meshes": True}
-_BOSCH: dict[str, Any] = {"keeps": "masks"}
+_LAYERS: dict[str, Any] = {"keeps": True, "meshes": True}
+_BOSCH: dict[str, Any] = {"keeps": True}
 _TABLE = (
     Method("nll", "layers", "what making one layer full, all others windowed, does for the answers",
            "(layers + 3) / 2 passes", _nll, **_LAYERS),
@@ -300,7 +298,7 @@ _TABLE = (
     Method("nll-gradient", "layers", "what making one more layer full does, of four that one gradient names",
            "6 to 8 passes for each layer chosen", _nll_greedy, **_LAYERS),
     Method("nll-heads", "KV heads", "what making one more head full does, of four that one gradient names",
-           "8 passes or more a round", _nll_heads, keeps="heads"),
+           "8 passes or more a round", _nll_heads, keeps=True),
     Method("light-transfer", "layers", "how much the last queries look at near keys anyway", "one pass",
            _light_transfer),
     Method("bosch", "KV heads", "a search over which heads are windowed, scored by answers that are right", _SEARCH,

@@ -12,7 +12,7 @@ from tiny_models import byte_checkpoint, make
 
 import swa_jax
 from swa_jax.adapt import distill as distillation
-from swa_jax.adapt.distill import Share, samples_of
+from swa_jax.adapt.distill import PromptShare, samples_of
 from swa_jax.adapt.reply_filters import find_filter
 from swa_jax.base.errors import ConfigError
 from swa_jax.data.distilled import read_distilled
@@ -119,7 +119,7 @@ def test_samples_of_equal_prompts_and_shares():
     prompts = [[1, 2], [3], [1, 2], [4]]
     samples = samples_of(prompts, 3)
     assert len({sample.key for sample in samples}) == 12
-    halves = [samples_of(prompts, 3, Share(part, 2)) for part in (1, 2)]
+    halves = [samples_of(prompts, 3, PromptShare(part, 2)) for part in (1, 2)]
     assert sorted((s.prompt, s.number, s.key) for half in halves for s in half) == [
         (s.prompt, s.number, s.key) for s in samples
     ]

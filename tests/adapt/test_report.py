@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from swa_jax.adapt.job import STAGES, Settings, prepare
+from swa_jax.adapt.job import STAGES, AdaptOptions, prepare
 from swa_jax.adapt.report import _candidate, _pattern_words, _signed, summary, verdict, write_report
 from swa_jax.adapt.search import Point, _title
-from swa_jax.adapt.stages import Results
+from swa_jax.adapt.stages import StageResults
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
 
@@ -64,12 +64,12 @@ def results_of(folder, *, compared, adapted_speed=(0.5, 0.01), tune=None):
         },
         "export": {"describe": ["vllm 0.33.0 runs it as X.\nStart it with: y"], "command": "vllm serve <out>"},
     }
-    return Results(folder, print, found, dict.fromkeys(STAGES, 10.0) | {"canary": 0.0})
+    return StageResults(folder, print, found, dict.fromkeys(STAGES, 10.0) | {"canary": 0.0})
 
 
 @pytest.fixture
 def job(tmp_path):
-    settings = Settings("recall", tmp_path, 0.4, "vllm", length=256, windows=(16,), examples=4, choose_by=2)
+    settings = AdaptOptions("recall", tmp_path, 0.4, "vllm", length=256, window=(16,), examples=4, choose_by=2)
     return prepare(settings)
 
 

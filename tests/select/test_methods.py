@@ -10,7 +10,7 @@ from command_line import run
 from planted import KV_HEADS, LAYERS, WINDOW_SIZE, planted_examples, planted_model
 
 from swa_jax.adapt.search import EFFORTS, Point, Search, fitting
-from swa_jax.adapt.tasks import Task as Asked
+from swa_jax.adapt.tasks import EvalTask
 from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.served_cache import Memory
 from swa_jax.model.pattern import AttentionPattern
@@ -72,7 +72,7 @@ def test_adapt_chooses_what_select_does(model, tmp_path, unit):
     effort = EFFORTS["normal"]._replace(rank_by=16)
     space = SimpleNamespace(start=point, most=full)
     said = (lambda _: None), (lambda *_: None)
-    tasks = [Asked("a", "", "", planted_examples())]
+    tasks = [EvalTask("a", "", "", planted_examples())]
     search = Search(model, tasks, {}, memory, 0.5, space, tmp_path, "k" * 32, 16, effort, 0, *said)
     search._rank()
     task = Task(model, planted_examples(), Window(WINDOW_SIZE), batch_size=16)

@@ -61,7 +61,7 @@ def examples():
 
 @pytest.fixture(scope="module")
 def plain(model, examples):
-    return nll_deltas(model, examples, reuse=False, **OPTIONS)
+    return nll_deltas(model, examples, toggles_at_once=0, **OPTIONS)
 
 
 @pytest.mark.slow
@@ -69,7 +69,7 @@ def plain(model, examples):
 def test_reuse_gives_the_deltas_of_whole_passes(variant, decode, examples):
     model = make_model(**VARIANTS[variant])
     options = OPTIONS | {"window": Window(6, 1, decode)}
-    plain = nll_deltas(model, examples, reuse=False, **options)
+    plain = nll_deltas(model, examples, toggles_at_once=0, **options)
     got = nll_deltas(model, examples, **options)
     np.testing.assert_allclose(got.deltas, plain.deltas, rtol=0, atol=1e-6)
     np.testing.assert_allclose(got.window_nll, plain.window_nll, rtol=0, atol=1e-6)
@@ -84,7 +84,7 @@ def test_toggles_side_by_side_give_the_same(model, examples, plain, at_once):
 
 @pytest.mark.parametrize("full", [(0,), (1, 3), (2, 4), (0, 1, 2, 3, 4)])
 def test_scoring_from_a_base_that_has_full_layers(model, examples, full):
-    plain = nll_deltas(model, examples, reuse=False, **OPTIONS)
+    plain = nll_deltas(model, examples, toggles_at_once=0, **OPTIONS)
     with_full = {
         reuse: LayerScorer(model, examples, reuse=reuse, toggles_at_once=2, **OPTIONS)(full) for reuse in (True, False)
     }
