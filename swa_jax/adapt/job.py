@@ -6,22 +6,26 @@ import dataclasses
 import os
 import shlex
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from swa_jax.adapt.replies import FILE as REPLIES
 from swa_jax.adapt.replies import REPLY_TOKENS, Replies, plan_replies
 from swa_jax.adapt.search import EFFORTS, Effort, Space, Unit, find_space
-from swa_jax.adapt.source import OriginalModel, find_source
 from swa_jax.adapt.tasks import Data, Splits, draw_tasks
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.files import check_local, check_room
+from swa_jax.checkpoint.folder import open_checkpoint
+from swa_jax.checkpoint.named import BUNDLED, model_folder
 from swa_jax.checkpoint.served_cache import Memory
 from swa_jax.data.batches import check_source, make_batches
 from swa_jax.data.chat import find_wrap
 from swa_jax.data.sources import RECORDS, SourceConfig
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
+from swa_jax.model.config import ModelConfig
 from swa_jax.model.lora import LoraConfig
+from swa_jax.model.pattern import AttentionPattern
 from swa_jax.train.config import StageConfig, TrainConfig
 from swa_jax.train.optimizer import OptimizerConfig
 
@@ -80,6 +84,37 @@ def command_line(settings: AdaptOptions) -> str:
         for one in value if isinstance(value, tuple) else (value,):
             words += [option, f"{one:g}" if isinstance(one, float) else str(one)]
     return shlex.join(words)
+
+
+@dataclasses.dataclass(frozen=True)
+class OriginalModel:
+    """The model to adapt.
+
+    Attributes:
+      name: as the user gave it.
+      folder: its checkpoint folder.
+      bundled: the name of the bundled model that it is; None for any other.
+      pattern: its own, with which it was trained.
+      weight_bytes: what its weights take on the disk.
+    """
+
+    name: str
+    folder: Path
+    bundled: str | None
+    hf_config: dict[str, Any]
+    config: ModelConfig
+    pattern: AttentionPattern
+    weight_bytes: int
+
+
+def find_source(name: str) -> OriginalModel:
+    """Open what a user named in any of the ways of `checkpoint.named`, whose errors it has."""
+    checkpoint = open_checkpoint(model_folder(name))
+    size = sum(file.stat().st_size for file in checkpoint.folder.glob("weights/*"))
+    bundled = name if name in BUNDLED and not Path(name).exists() else None
+    return OriginalModel(
+        name, checkpoint.folder, bundled, checkpoint.hf_config, checkpoint.config, checkpoint.pattern, size
+    )
 
 
 @dataclasses.dataclass(frozen=True)

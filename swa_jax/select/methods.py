@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import numpy as np
 
 from swa_jax.base.errors import ConfigError
+from swa_jax.base.estimates import bootstrap
 from swa_jax.base.files import tell_found
 from swa_jax.base.settings import nearest
 from swa_jax.model.window import Window
@@ -156,9 +157,9 @@ def _light_transfer(
         batch_size=task.batch_size,
         progress=task.progress,
     )
-    said = {"last_queries": last, "sink_tokens": lazy_sinks, "recent_keys": recent, "scores": lazy.mean.tolist()}
-    intervals = {"intervals": [one.interval for one in lazy.intervals()]}
-    return Ranking(_ranked(-lazy.mean), (len(lazy.mean), 1), said | intervals)
+    mean, intervals = lazy.mean(0), [bootstrap(column).interval for column in lazy.T]
+    said = {"last_queries": last, "sink_tokens": lazy_sinks, "recent_keys": recent}
+    return Ranking(_ranked(-mean), (len(mean), 1), said | {"scores": mean.tolist(), "intervals": intervals})
 
 
 def _bosch(
@@ -209,7 +210,7 @@ def _static(task: Task, ratios: Sequence[float], *, method: Any) -> Ranking:
     scores = static_scores(task.model, task.examples, method, task.window, **options)
     if (scores == scores[0, 0]).all():
         task.refuse("every head has the same score")
-    return _by_scores(scores, LARGER_IS_LOCAL[method])
+    return rank_heads(scores, larger_is_local=LARGER_IS_LOCAL[method])
 
 
 def _gates(
@@ -230,7 +231,7 @@ def _gates(
             seed=task.seed,
             progress=task.progress,
         )
-        mask, said = _by_scores(scores, larger_is_local=False).first(ratio)
+        mask, said = rank_heads(scores, larger_is_local=False).first(ratio)
         found.append((mask, said | {"steps": steps}))
     return found
 
@@ -241,8 +242,8 @@ def _by_place(task: Task, ratios: Sequence[float], *, kind: Any) -> list[Chosen]
     return [(heuristic_mask(kind, *task.shape, ratio, task.seed), {}) for ratio in ratios]
 
 
-def _by_scores(scores: np.ndarray, larger_is_local: bool) -> Ranking:
-    """KV heads by scores [L, K], the most local last; of equals the lower ones are windowed first."""
+def rank_heads(scores: np.ndarray, *, larger_is_local: bool) -> Ranking:
+    """KV heads by scores [L, K], the most local last (BOSCH, Section B.3); of equals the lower are windowed first."""
     order = _ranked((scores if larger_is_local else -scores).ravel())[::-1]
     pairs = [tuple(map(int, np.unravel_index(place, scores.shape))) for place in order]
     return Ranking(pairs, scores.shape, {"scores": scores.tolist(), "larger_is_local": larger_is_local})

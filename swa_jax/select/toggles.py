@@ -114,8 +114,7 @@ def _group(
     """
     model: Decoder = nnx.merge(graph, weights)
     block_graph, stacked = nnx.split(model.layers)
-    layers, size = len(plan.kind), len(toggles)
-    rows, length, width = x.shape
+    layers, size, (rows, length, width) = len(plan.kind), len(toggles), x.shape
     # One stream at a time below `stop`, where they start one after the other; all together above it.
     one, all_of_them = (
         model.context(
@@ -148,10 +147,10 @@ def _group(
 
     streams = put(jnp.zeros((rows, 1 + size, length, width), x.dtype), 0, x)  # the base in slot 0
     streams = lax.fori_loop(first, stop, climb, streams)
-    score = functools.partial(_nll, model, batch)
     base, toggled = streams[:, 0], streams[:, 1:].reshape(rows * size, length, width)
     toggled = lax.fori_loop(stop, layers, lambda index, x: layer(x, index, plan.kind[index], all_of_them), toggled)
 
+    score = functools.partial(_nll, model, batch)
     by_stream = jnp.moveaxis(toggled.reshape(rows, size, length, width), 1, 0)
     return base, jnp.concatenate([score(base)[None], lax.map(score, by_stream)])
 

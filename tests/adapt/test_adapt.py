@@ -15,9 +15,8 @@ from command_line import fails, run
 from tiny_models import byte_checkpoint, make, start_tokenizer, with_template
 
 from swa_jax.adapt.estimate import estimate_report, estimate_text
-from swa_jax.adapt.job import STAGES, AdaptOptions, command_line, prepare, tuning
+from swa_jax.adapt.job import STAGES, AdaptOptions, command_line, find_source, prepare, tuning
 from swa_jax.adapt.search import find_space
-from swa_jax.adapt.source import find_source
 from swa_jax.adapt.stages import StageResults, _Stages
 from swa_jax.adapt.tasks import Data, EvalTask, compared, doubts, draw_tasks, lost
 from swa_jax.base.errors import ConfigError

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from swa_jax.adapt import search as search_module
+from swa_jax.adapt.job import find_source
 from swa_jax.adapt.search import EFFORTS, Point, Search, find_space, fitting
-from swa_jax.adapt.source import find_source
 from swa_jax.adapt.tasks import EvalTask
 from swa_jax.checkpoint.served_cache import Memory
 from swa_jax.evaluate import Example
