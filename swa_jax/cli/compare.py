@@ -202,9 +202,8 @@ def compare(
 ) -> None:
     """Compare patterns and methods: how many needles (or chains) each finds, and how much memory it takes.
 
-    The prompts are others than those that the methods choose by.
-
-    Run the same command again to go on after an interruption, or with more methods, ratios or seeds to add them.
+    The prompts are others than those that the methods choose by. Run the same command again to go on after an
+    interruption, or with more methods, ratios or seeds to add them.
     """
     # What is wrong with these is said before anything is loaded.
     methods, _ = choice.methods(bool(candidates.pattern)), prompts.kind

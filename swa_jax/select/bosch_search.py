@@ -84,7 +84,6 @@ def bosch(
     """Choose the ceil(ratio * L * K) KV heads whose windowing costs the answers least (BOSCH, Algorithms 1 to 3).
 
     Args:
-      evaluate: scores a mask.
       ratio: the share of windowed heads, the paper's rho.
       variant: "bosch" has all three stages. "swaps" goes on from there with swaps over the heads of all layers (see
         `swap_search`; not in the paper), which look at no more than `iterations` masks for each layer of the model. The
@@ -112,8 +111,7 @@ def bosch(
             f"full attention scores {original.value:.1%} and windows everywhere {windowed.value:.1%}: there is nothing "
             "to search for; take prompts that the model answers"
         )
-    normalise = lambda score: (score.value - low) / (high - low)  # noqa: E731
-    run = _Subproblems(evaluate, iterations, seed, optimizer, normalise, progress)
+    run = _Subproblems(evaluate, iterations, seed, optimizer, low, high, progress)
     ends = (original, windowed, target)
     if variant == "layer":
         count = windowed_count(ratio, layers)
@@ -254,7 +252,8 @@ class _Subproblems:
     iterations: int
     seed: int
     optimizer: Optimizer
-    normalise: Callable[[Score], float]
+    low: float  # a of Eq. 2
+    high: float  # b
     progress: Callable[[int, int], None] | None
     done: int = 0
     total: int = 0
@@ -305,7 +304,10 @@ class _Subproblems:
     def _search(
         self, with_bits: Callable[[np.ndarray], np.ndarray], begin: np.ndarray, budget: int, rng: np.random.Generator
     ) -> Optimum:
-        return search(self._scored(with_bits), begin, budget, rng, optimizer=self.optimizer, normalise=self.normalise)
+        return search(self._scored(with_bits), begin, budget, rng, optimizer=self.optimizer, normalise=self._normalised)
+
+    def _normalised(self, score: Score) -> float:
+        return (score.value - self.low) / (self.high - self.low)
 
     def _scored(self, with_bits: Callable[[np.ndarray], np.ndarray]) -> ScoreBits:
         def score(bits: np.ndarray) -> Score:

@@ -3,18 +3,16 @@
 import dataclasses
 from types import SimpleNamespace
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from planted import LAYERS, PLANTED, WINDOW_SIZE, planted_examples, planted_model
 from tiny_models import PLAIN
+from whole_attention import whole_attention
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.evaluate import Example
 from swa_jax.evaluate.nll import answer_batches
-from swa_jax.model.attention import layer_plan
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
@@ -30,27 +28,11 @@ def model():
 
 
 def dense_ratios(model, prompt, last, sinks, recent):
-    """[L], by whole T x T matrices in f64."""
-    graph, weights = nnx.split(model.layers)
-    context = model.context(jnp.asarray([prompt]), ("full_attention",))
-    plan = layer_plan(model.pattern, CONFIG, ("full_attention",))
-    x, found = model.embed(jnp.asarray([prompt])), []
+    """[L], by whole T x T matrices."""
     place = np.arange(len(prompt))
-    lag = place[:, None] - place
-    near = (lag < recent) | (place < sinks)
-    for layer in range(CONFIG.num_hidden_layers):
-        block = nnx.merge(graph, jax.tree.map(lambda w, layer=layer: w[layer], weights))
-        row = jax.tree.map(lambda p, layer=layer: p[layer], plan)
-        qkv = block.attention.qkv(block.attention_input(x), row, context)
-        q, k, v = (np.asarray(t[0], np.float64) for t in qkv)
-        k, v = (np.repeat(t, 2, axis=1) for t in (k, v))
-        logits = np.where(lag >= 0, np.einsum("qhd,khd->hqk", q, k) * CONFIG.head_dim**-0.5, -np.inf)
-        attention = np.exp(logits - logits.max(-1, keepdims=True))
-        attention /= attention.sum(-1, keepdims=True)
-        found.append((attention * near).sum(-1)[:, -last:].mean())
-        mixed = jnp.asarray(np.einsum("hqk,khd->qhd", attention, v)[None], jnp.float32)
-        x, _ = block.after_attention(x, block.attention.output(mixed, block.attention_input(x)), row)
-    return np.array(found)
+    near = (place[:, None] - place < recent) | (place < sinks)
+    weights = np.asarray(whole_attention(model, prompt)[2], np.float64)
+    return (weights * near).sum(-1)[:, :, -last:].mean((1, 2))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from planted import PLANTED, WINDOW_SIZE, planted_examples, planted_mask, planted_model
 from tiny_models import PLAIN
+from whole_attention import whole_attention
 
 from pallas_kernels import AttentionSpec
 from swa_jax.base.errors import ConfigError
@@ -51,32 +52,9 @@ def several_blocks(monkeypatch):
     jax.clear_caches()
 
 
-def dense(model, tokens, probes):
-    """One text [T] through the model with whole attention matrices: logits [T, V], and [L, H, T, T] probabilities."""
-    graph, weights = nnx.split(model.layers)
-    group = CONFIG.num_attention_heads // CONFIG.num_key_value_heads
-    plan, context = static._full_attention(model, jnp.ones((1, len(tokens)), jnp.int32))
-    causal = np.tril(np.ones((len(tokens), len(tokens)), bool))
-    x, all_logits, all_weights, queries = model.embed(jnp.asarray(tokens)[None]), [], [], []
-    for layer in range(CONFIG.num_hidden_layers):
-        block = nnx.merge(graph, jax.tree.map(lambda w, layer=layer: w[layer], weights))
-        row = jax.tree.map(lambda p, layer=layer: p[layer], plan)
-        q, k, v = block.attention.qkv(block.attention_input(x), row, context)
-        k, v = (jnp.repeat(t, group, axis=2) for t in (k, v))
-        logits = jnp.einsum("bthd,bshd->hts", q, k, precision="highest") / np.sqrt(CONFIG.head_dim)
-        weights_ = jax.nn.softmax(jnp.where(causal, logits, -jnp.inf), axis=-1)
-        all_logits.append(logits)
-        all_weights.append(weights_)
-        queries.append(q[0])
-        mixed = jnp.einsum("hts,bshd->bthd", weights_ + probes[layer], v, precision="highest")
-        x, _ = block.after_attention(x, block.attention.output(mixed, block.attention_input(x)), row)
-    return model.logits(model.norm(x))[0], jnp.stack(all_logits), jnp.stack(all_weights), jnp.stack(queries)
-
-
 @functools.cache
 def _dense_tokens(model, tokens):
-    probes = jnp.zeros((CONFIG.num_hidden_layers, 1, 1, 1))
-    _, logits, weights, q = dense(model, list(tokens), probes)
+    _, logits, weights, q = whole_attention(model, tokens)
     return tuple(np.asarray(x, np.float64) for x in (logits, weights, q))
 
 
@@ -150,7 +128,7 @@ def dense_fisher(model, examples):
         length = len(tokens)
 
         def loss(probes, tokens=tokens, e=e):
-            log_p = jax.nn.log_softmax(dense(model, tokens, probes)[0])
+            log_p = jax.nn.log_softmax(whole_attention(model, tokens, probes)[0])
             return -log_p[np.arange(len(e.prompt) - 1, len(tokens) - 1), jnp.asarray(e.answer)].mean()
 
         slope = jax.jit(jax.grad(loss))(
