@@ -276,7 +276,7 @@ def test_the_window_where_the_model_has_none(tmp_path, byte_tokenizer):
     assert windows == [("full", None), ("window", 2048), ("streaming", 2048), (str(file), 96)]
 
 
-@pytest.mark.parametrize("method", ["nll", "nll-greedy", "light-transfer", "bosch-single", "dcam"])
+@pytest.mark.parametrize("method", ["nll-greedy", "bosch-single", "dcam"])
 def test_a_method_that_chooses_says_how_far_it_is(model, tmp_path, method):
     counts = []
     settings = {"window": Window(WINDOW_SIZE), "iterations": 2, "batch_size": 2}

@@ -37,8 +37,14 @@ def examples(vocab, count=3):
     return [Example(rng.integers(vocab, size=20 + i).tolist(), [1, 2], []) for i in range(count)]
 
 
-@pytest.mark.parametrize("config", [SOFTMAX, MIXED, pytest.param(SANDWICH, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("decode", [False, True])
+@pytest.mark.parametrize(
+    ("config", "decode"),
+    [
+        (SOFTMAX, True),
+        (MIXED, False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((SOFTMAX, False), (MIXED, True), (SANDWICH, True))),
+    ],
+)
 def test_open_and_shut_gates_are_full_and_window_attention(config, decode):
     windowed = dataclasses.replace(WINDOWED, full_attention_decode=decode)
     model = Decoder(config, windowed, rngs=nnx.Rngs(0))
