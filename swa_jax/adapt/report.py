@@ -153,7 +153,7 @@ def _verdicts(tasks: Sequence[EvalTask], rows: Sequence[Mapping[str, Any]]) -> l
         kinds.append(kind)
     return [
         html.heading("Verdict"),
-        html.table(["EvalTask", "Verdict", "Original", "Adapted"], cells, text_columns=2, kinds=kinds),
+        html.table(["Task", "Verdict", "Original", "Adapted"], cells, text_columns=2, kinds=kinds),
     ]
 
 
@@ -203,7 +203,7 @@ def _quality(tasks: Sequence[EvalTask], adapted: Mapping[str, Any], tune: Mappin
             "it. “No clear difference” means that this interval contains 0."
         ),
         html.table(
-            ["EvalTask", "Verdict", "Original", "Adapted", "Difference", "Examples"], cells, text_columns=2, kinds=kinds
+            ["Task", "Verdict", "Original", "Adapted", "Difference", "Examples"], cells, text_columns=2, kinds=kinds
         ),
         html.bullets([f"{task.title}: {task.about}{_plain(windows.get(task.name))}" for task in tasks]),
     ]

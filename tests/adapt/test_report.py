@@ -91,6 +91,7 @@ def test_no_loss_beyond_chance_and_the_requests_that_earn_it_back(job):
     assert "window 9: takes at least 90.0%" in page
     assert "<li>Plain text: no difference beyond chance</li>" in page
     assert "fine-tuned" not in page
+    assert page.count(">Task<") == 2
     assert "The receipt to check a server by (canary.json) is not finished." in page
     assert "check_server.py" not in page + text, "it is not there yet"
 
