@@ -229,10 +229,20 @@ class _Stages:
             )
         with Progress("steps") as progress:
             search = Search(
-                self.model, job.tasks.choosing, self.results.found["original"]["choosing"], job.memory,
-                settings.kv_budget, job.space, self.results.folder, key, settings.batch_size, job.effort,
-                settings.seed, self.results.report, progress.update,
-            )  # fmt: skip
+                self.model,
+                job.tasks.choosing,
+                self.results.found["original"]["choosing"],
+                job.memory,
+                settings.kv_budget,
+                job.space,
+                self.results.folder,
+                key,
+                settings.batch_size,
+                job.effort,
+                settings.seed,
+                self.results.report,
+                progress.update,
+            )
             return search() | {"doubts": found.sentences}
 
     def _doubts(self) -> Doubts:

@@ -387,9 +387,3 @@ def choose(method: str, task: Task, ratios: Sequence[float], **options: Any) -> 
         }
         patterns.append(head_pattern(full, task.window, provenance))
     return patterns
-
-
-def methods_table() -> str:
-    """The table as Markdown, for docs/selection.md."""
-    rows = [f"| `{m.name}` | {m.chooses} | {m.by} | {m.costs} |" for m in _TABLE]
-    return "\n".join(["| method | chooses | by | costs |", "|---|---|---|---|", *rows]) + "\n"

@@ -167,10 +167,8 @@ def test_what_cannot_be_tuned_is_refused_at_once(tmp_path):
     for file in (Path(__file__).parents[2] / "swa_jax" / "recall").iterdir():
         (ids / file.name).write_bytes(file.read_bytes())
     tokenizer = json.loads((ids / "tokenizer.json").read_text())
-    tokenizer["added_tokens"].append({
-        "id": 1024, "content": "<image>", "special": True, "single_word": False, "lstrip": False, "rstrip": False,
-        "normalized": False,
-    })  # fmt: skip
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    tokenizer["added_tokens"].append({"id": 1024, "content": "<image>", "special": True} | plain)
     (ids / "tokenizer.json").write_text(json.dumps(tokenizer))
     settings = AdaptOptions(str(ids), tmp_path / "out", length=256, window=(16,), examples=4, choose_by=2)
     assert prepare(settings).settings.kv_budget == 0.3

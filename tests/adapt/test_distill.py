@@ -41,10 +41,8 @@ def lines(file) -> list[dict]:
 
 
 def command(checkpoint, prompts, out, *more):
-    return (
-        "distill", checkpoint, "--prompts", prompts, "--out", out, "-n", 2, "--max-new-tokens", 6, "--chunk", 16,
-        "--slots", 2, "--temperature", 1.5, "--seed", 5, "--keep-cut", *more,
-    )  # fmt: skip
+    drawing = "-n 2 --max-new-tokens 6 --chunk 16 --slots 2 --temperature 1.5 --seed 5 --keep-cut"
+    return ("distill", checkpoint, "--prompts", prompts, "--out", out, *drawing.split(), *more)
 
 
 def interrupt(monkeypatch, after: int) -> None:

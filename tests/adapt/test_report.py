@@ -27,11 +27,18 @@ def row(figure, difference, task="text"):
 
 def candidate(pattern, lost, share):
     return {
-        "layout": "nll", "sliding_window": pattern.sliding_window, "num_sink_tokens": 0,
-        "full_attention_decode": False, "full_layers": list(pattern.full_layers), "lost": lost, "right": 0.9,
-        "full_head_counts": list(pattern.full_head_counts), "bytes": int(share * 2**20), "share": share,
+        "layout": "nll",
+        "sliding_window": pattern.sliding_window,
+        "num_sink_tokens": 0,
+        "full_attention_decode": False,
+        "full_layers": list(pattern.full_layers),
+        "lost": lost,
+        "right": 0.9,
+        "full_head_counts": list(pattern.full_head_counts),
+        "bytes": int(share * 2**20),
+        "share": share,
         "pattern": json.loads(pattern.to_json()),
-    }  # fmt: skip
+    }
 
 
 def figures(first, token):

@@ -17,7 +17,7 @@ from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
 from swa_jax.select import gates
 from swa_jax.select.heads import head_mask
-from swa_jax.select.methods import DEFAULT, METHODS, choose, methods_table
+from swa_jax.select.methods import DEFAULT, METHODS, choose
 from swa_jax.select.task import Ranking, Task
 
 ROOT = Path(__file__).parents[2]
@@ -118,6 +118,11 @@ def test_an_unknown_method_names_the_nearest(model):
 
 
 # ---- what docs/selection.md says of methods ----
+
+
+def methods_table() -> str:
+    rows = [f"| `{m.name}` | {m.chooses} | {m.by} | {m.costs} |" for m in METHODS.values()]
+    return "\n".join(["| method | chooses | by | costs |", "|---|---|---|---|", *rows]) + "\n"
 
 
 def advice() -> str:
