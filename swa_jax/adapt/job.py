@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from swa_jax.adapt.replies import FILE as REPLIES
-from swa_jax.adapt.replies import REPLY_TOKENS, Replies, plan_replies
+from swa_jax.adapt.replies import REPLY_TOKENS, Replies, find_replies
 from swa_jax.adapt.search import EFFORTS, Effort, Space, Unit, find_space
 from swa_jax.adapt.tasks import Data, Splits, draw_tasks
 from swa_jax.base.errors import ConfigError
@@ -209,7 +209,7 @@ def _with_training_data(job: Adaptation) -> Adaptation:
     """The job with the replies that it trains on, if it does; other data is looked at."""
     settings = job.settings
     if settings.tune_prompts is not None:
-        replies = plan_replies(
+        replies = find_replies(
             settings.tune_prompts,
             job.source.folder,
             job.tokenizer,

@@ -255,14 +255,16 @@ class _Stages:
     def _tune_key(self, search: str) -> str:
         if not self.job.settings.tune:
             return digest([search, None])
-        plan = tuning(self.job, Path("pattern.json"))
-        config = to_dict(plan)
+        training = tuning(self.job, Path("pattern.json"))
+        config = to_dict(training)
         for name in ("output", "tokenizer", "init_from", "stages"):  # where things lie does not count
             del config[name]
-        stage = dataclasses.replace(plan.stages[0], data=())
+        stage = dataclasses.replace(training.stages[0], data=())
         replies = self.job.replies
         if replies is None:
-            data: Any = [[to_dict(dataclasses.replace(one, files=())), data_sum(one)] for one in plan.stages[0].data]
+            data: Any = [
+                [to_dict(dataclasses.replace(one, files=())), data_sum(one)] for one in training.stages[0].data
+            ]
         else:
             data = replies.content(self.model_sum)
         return digest([search, config, to_dict(stage), data])

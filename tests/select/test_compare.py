@@ -64,7 +64,7 @@ def test_patterns_with_heads_are_data_to_one_program(model, monkeypatch):
 def test_every_method_windows_the_share_it_is_told(model, method):
     window = Window(WINDOW_SIZE, full_decode=method == "kl")
     task = Task(model, planted_examples(4), window, batch_size=4, force=True)
-    less = {"iterations": 2, "steps": 2}
+    less = {"iterations": 2, "steps": 2, "tried": 2, "rounds": 2}
     own = {option: value for option, value in less.items() if option in METHODS[method].options}
     for pattern, ratio in zip(choose(method, task, [0.5, 0.75], **own), (0.5, 0.75), strict=True):
         assert (~head_mask(pattern, KV_HEADS)).mean() == ratio
@@ -85,6 +85,7 @@ def test_results_are_kept_and_summed_up(model, tmp_path):
             [RATIO],
             seeds,
             Window(WINDOW_SIZE),
+            iterations=20,
             batch_size=16,
             report=lines.append,
             progress=lambda *count: counts.append(count),
