@@ -429,7 +429,7 @@ def check_selection() -> None:
         for n in (40, 33, 52, 45, 38, 5)
     ]
     options = {"window": Window(6, 1, True), "toggles_at_once": 2}
-    plain = nll_deltas(model, examples, Window(6, 1, True), reuse=False)
+    plain = nll_deltas(model, examples, Window(6, 1, True), toggles_at_once=0)
     assert (np.abs(plain.deltas[:-1]).max(0) > 1e-3).all()
     named = LayerScorer(model, examples, Window(6, 1, True)).gradient([1])
     assert (np.abs(named[[0, 2]]) > 1e-4).all()

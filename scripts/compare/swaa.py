@@ -21,7 +21,7 @@ import numpy as np
 import yaml
 
 from scripts.compare.runner import Cell, Comparison, Done, key_of, markdown, read_done, told
-from swa_jax.adapt.tasks import HOPS, RIVALS, Task, measure
+from swa_jax.adapt.tasks import HOPS, RIVALS, EvalTask, measure
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.estimates import paired_bootstrap, paired_score
 from swa_jax.base.files import write_text
@@ -129,7 +129,7 @@ def draw(tokenizer: Tokenizer, size: Size, seed: int, count: int) -> list[list[E
     return [chain_examples(tokenizer, cell, num_examples=count, gap=GAP, seed=seed) for cell in cells]
 
 
-def prepare(base: str | Path, out: Path, size: Size) -> list[Task]:
+def prepare(base: str | Path, out: Path, size: Size) -> list[EvalTask]:
     """The original as a checkpoint, and its replies as training data; what is measured on."""
     source, model, prompts = model_folder(base), out / "model", out / "prompts.jsonl"
     if not (model / "config.json").exists():
@@ -147,11 +147,11 @@ def prepare(base: str | Path, out: Path, size: Size) -> list[Task]:
         command += ["--filter", "contains", "--top-logprobs", 16, "--dtype", "float32"]
         subprocess.run([str(word) for word in command], check=True)
     drawn = draw(tokenizer, size, 0, size.examples)
-    tasks = [Task(task, title, "", some) for (task, title), some in zip(TASKS.items(), drawn, strict=True)]
+    tasks = [EvalTask(task, title, "", some) for (task, title), some in zip(TASKS.items(), drawn, strict=True)]
     tokens = tokenizer.encode(read_text(tuple(library_files(held_out=True)))[: 20 * size.length * size.texts])
     starts = np.linspace(0, len(tokens) - size.length, size.texts).astype(int)
     rows = [Example([tokens[at]], tokens[at + 1 : at + size.length], []) for at in starts]
-    return [*tasks, Task("text", "plain text", "", rows, answers=False)]
+    return [*tasks, EvalTask("text", "plain text", "", rows, answers=False)]
 
 
 def work(row: Row, data: str, seed: int, out: Path, size: Size, prepared) -> dict[str, Any]:

@@ -57,25 +57,25 @@ class Sample:
     key: int  # of its random numbers
 
 
-class Share(NamedTuple):
+class PromptShare(NamedTuple):
     """Which of several processes this is: number `part`, from 1, of `parts`."""
 
     part: int = 1
     parts: int = 1
 
 
-WHOLE = Share()
+WHOLE = PromptShare()
 
 
-def parse_share(text: str) -> Share:
+def parse_share(text: str) -> PromptShare:
     """The share that `K/N` names. Raises `ConfigError` if it names none."""
     part, _, parts = text.partition("/")
     if part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts):
-        return Share(int(part), int(parts))
+        return PromptShare(int(part), int(parts))
     raise ConfigError(f"--share must be K/N, the K-th of N shares such as 1/4, got '{text}'")
 
 
-def samples_of(prompts: Sequence[Sequence[int]], count: int, share: Share = WHOLE) -> list[Sample]:
+def samples_of(prompts: Sequence[Sequence[int]], count: int, share: PromptShare = WHOLE) -> list[Sample]:
     """`count` samples of each prompt [n] of this process's share, which has every N-th prompt.
 
     A prompt that is there several times gets other samples each time.

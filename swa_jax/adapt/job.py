@@ -6,22 +6,26 @@ import dataclasses
 import os
 import shlex
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from swa_jax.adapt.replies import FILE as REPLIES
-from swa_jax.adapt.replies import REPLY_TOKENS, Replies, plan_replies
+from swa_jax.adapt.replies import REPLY_TOKENS, Replies, find_replies
 from swa_jax.adapt.search import EFFORTS, Effort, Space, Unit, find_space
-from swa_jax.adapt.source import Source, find_source
-from swa_jax.adapt.tasks import Data, Drawn, draw_tasks
+from swa_jax.adapt.tasks import Data, Splits, draw_tasks
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.files import check_local, check_room
+from swa_jax.checkpoint.folder import open_checkpoint
+from swa_jax.checkpoint.named import BUNDLED, model_folder
 from swa_jax.checkpoint.served_cache import Memory
 from swa_jax.data.batches import check_source, make_batches
 from swa_jax.data.chat import find_wrap
 from swa_jax.data.sources import RECORDS, SourceConfig
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
+from swa_jax.model.config import ModelConfig
 from swa_jax.model.lora import LoraConfig
+from swa_jax.model.pattern import AttentionPattern
 from swa_jax.train.config import StageConfig, TrainConfig
 from swa_jax.train.optimizer import OptimizerConfig
 
@@ -33,25 +37,25 @@ WINDOW_SHARES = (32, 16, 8, 4)  # windows tried, as shares of an example's lengt
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class AdaptOptions:
     """The options of the command; None is what was not given."""
 
     model: str
     out: Path
     kv_budget: float = 0.3
     server: str | None = None
-    prompts: Path | None = None  # --data
+    data: Path | None = None
     text: tuple[Path, ...] = ()
     chat: bool | None = None
     length: int | None = None
     serve_length: int | None = None
     batched_tokens: int | None = None
-    windows: tuple[int, ...] = ()
+    window: tuple[int, ...] = ()
     unit: Unit = "layers"
     effort: str = "normal"
     examples: int | None = None
     choose_by: int | None = None
-    tune_steps: int = 0
+    tune: int = 0
     tune_data: tuple[str, ...] = ()
     tune_prompts: Path | None = None
     reply_tokens: int | None = None
@@ -64,21 +68,18 @@ class Settings:
     force: bool = False  # search also by tasks that tell nothing
 
 
-_OPTIONS = {"server": "--for", "prompts": "--data", "windows": "--window", "tune_steps": "--tune"}
-
-
-def command_line(settings: Settings) -> str:
+def command_line(settings: AdaptOptions) -> str:
     """The command that has these settings, without what is as if it were not given."""
     words = ["swa-jax", "adapt", settings.model, str(settings.out)]
     for field in dataclasses.fields(settings)[2:]:
         value = getattr(settings, field.name)
         if value == field.default:
             continue
-        option = _OPTIONS.get(field.name, "--" + field.name.replace("_", "-"))
+        option = "--for" if field.name == "server" else "--" + field.name.replace("_", "-")
         if isinstance(value, bool):
             words.append(option if value else option.replace("--", "--no-"))
             continue
-        if field.name == "windows":
+        if field.name == "window":
             value = ",".join(map(str, value))
         for one in value if isinstance(value, tuple) else (value,):
             words += [option, f"{one:g}" if isinstance(one, float) else str(one)]
@@ -86,14 +87,45 @@ def command_line(settings: Settings) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class OriginalModel:
+    """The model to adapt.
+
+    Attributes:
+      name: as the user gave it.
+      folder: its checkpoint folder.
+      bundled: the name of the bundled model that it is; None for any other.
+      pattern: its own, with which it was trained.
+      weight_bytes: what its weights take on the disk.
+    """
+
+    name: str
+    folder: Path
+    bundled: str | None
+    hf_config: dict[str, Any]
+    config: ModelConfig
+    pattern: AttentionPattern
+    weight_bytes: int
+
+
+def find_source(name: str) -> OriginalModel:
+    """Open what a user named in any of the ways of `checkpoint.named`, whose errors it has."""
+    checkpoint = open_checkpoint(model_folder(name))
+    size = sum(file.stat().st_size for file in checkpoint.folder.glob("weights/*"))
+    bundled = name if name in BUNDLED and not Path(name).exists() else None
+    return OriginalModel(
+        name, checkpoint.folder, bundled, checkpoint.hf_config, checkpoint.config, checkpoint.pattern, size
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Adaptation:
     """A request that can be carried out: everything that could be wrong with it has been looked at."""
 
-    settings: Settings
-    source: Source
+    settings: AdaptOptions
+    source: OriginalModel
     tokenizer: Tokenizer
     data: Data
-    tasks: Drawn
+    tasks: Splits
     memory: Memory
     space: Space
     dtype: str
@@ -127,11 +159,11 @@ class Job:
     def written_bytes(self) -> int:
         """What the run leaves on the disk: the fine-tuned model with its checkpoints, the export."""
         copies = int(self.settings.server is not None)
-        copies += 3 * int(self.settings.tune_steps > 0)  # f32 of what may be bf16, and adapters with their moments
+        copies += 3 * int(self.settings.tune > 0)  # f32 of what may be bf16, and adapters with their moments
         return copies * self.source.weight_bytes + 2**20  # and the results
 
 
-def prepare(settings: Settings) -> Job:
+def prepare(settings: AdaptOptions) -> Adaptation:
     """Look at everything that can be wrong; nothing is written.
 
     Raises:
@@ -148,36 +180,36 @@ def prepare(settings: Settings) -> Job:
         )
     _check_folder(settings.out)
     _check_files(settings)
-    _check_windows(settings.windows, settings.length or LONGEST)
+    _check_windows(settings.window, settings.length or LONGEST)
     source = find_source(settings.model)
     tokenizer = load_tokenizer(source.folder).within(source.config.vocab_size)
     length = settings.length or min(LONGEST, source.config.max_position_embeddings)
     served = settings.serve_length or length
     memory = Memory(source.config, source.hf_config, served, settings.server, settings.batched_tokens)
-    windows = settings.windows or _windows(source, length)
+    windows = settings.window or _windows(source, length)
     _check_windows(windows, length)
     space = find_space(memory, settings.kv_budget, windows, settings.unit)
-    own = settings.prompts or settings.text
+    own = settings.data or settings.text
     chains = source.bundled == "chains" and not own
     wrap = None if chains else find_wrap(source.folder, settings.chat)
-    data = Data(length, settings.prompts, settings.text, settings.seed, chains, wrap)
+    data = Data(length, settings.data, settings.text, settings.seed, chains, wrap)
     effort = EFFORTS[settings.effort]
     choose_by, examples = settings.choose_by or effort.choose_by, settings.examples or effort.examples
     effort = effort._replace(choose_by=choose_by, examples=examples, rank_by=min(effort.rank_by, choose_by))
     tasks = draw_tasks(data, tokenizer, choose_by, examples)
     dtype = settings.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    job = _with_training_data(Job(settings, source, tokenizer, data, tasks, memory, space, dtype, effort))
+    job = _with_training_data(Adaptation(settings, source, tokenizer, data, tasks, memory, space, dtype, effort))
     # What an earlier run wrote there is written over or found again.
     if not job.folder.exists():
         check_room(settings.out, job.written_bytes)
     return job
 
 
-def _with_training_data(job: Job) -> Job:
+def _with_training_data(job: Adaptation) -> Adaptation:
     """The job with the replies that it trains on, if it does; other data is looked at."""
     settings = job.settings
     if settings.tune_prompts is not None:
-        replies = plan_replies(
+        replies = find_replies(
             settings.tune_prompts,
             job.source.folder,
             job.tokenizer,
@@ -187,7 +219,7 @@ def _with_training_data(job: Job) -> Job:
             seed=settings.seed,
         )
         return dataclasses.replace(job, replies=replies)
-    if settings.tune_steps:
+    if settings.tune:
         (stage,) = tuning(job, Path("pattern.json")).stages
         for one in stage.data:
             check_source(one)
@@ -198,7 +230,7 @@ def _with_training_data(job: Job) -> Job:
     return job
 
 
-def _windows(source: Source, length: int) -> tuple[int, ...]:
+def _windows(source: OriginalModel, length: int) -> tuple[int, ...]:
     """Those that are tried where none is named: shares of an example, and the one that the model was trained with."""
     own = source.pattern.sliding_window
     shares = [max(1, length // share) for share in WINDOW_SHARES]
@@ -213,15 +245,15 @@ def _check_windows(windows: tuple[int, ...], length: int) -> None:
         )
 
 
-def _check_files(settings: Settings) -> None:
+def _check_files(settings: AdaptOptions) -> None:
     """What the user's own files are for, and that they are there."""
-    files = {"--data": settings.prompts, "--text": settings.text, "--tune-prompts": settings.tune_prompts}
+    files = {"--data": settings.data, "--text": settings.text, "--tune-prompts": settings.tune_prompts}
     for option, given in files.items():
         for file in given if isinstance(given, tuple) else filter(None, [given]):
             if not file.exists():
                 raise ConfigError(f"{option} {file} does not exist: name a file that does")
     for option, idle in {"--tune-data": settings.tune_data, "--tune-prompts": settings.tune_prompts}.items():
-        if idle and not settings.tune_steps:
+        if idle and not settings.tune:
             raise ConfigError(f"{option} is trained on by --tune STEPS: give both")
     if settings.reply_tokens is not None and settings.tune_prompts is None:
         raise ConfigError("--reply-tokens is the length of replies to --tune-prompts: give both")
@@ -242,7 +274,7 @@ def _check_folder(out: Path) -> None:
         raise ConfigError(f"{out} holds something else: name a new folder, or that of an adaptation to go on with")
 
 
-def tuning(job: Job, pattern: Path) -> TrainConfig:
+def tuning(job: Adaptation, pattern: Path) -> TrainConfig:
     """The fine-tuning by LoRA, in SWAA's setting: adapters of q, k and v under the pattern, merged at the end."""
     settings = job.settings
     data: tuple[SourceConfig, ...]
@@ -259,9 +291,7 @@ def tuning(job: Job, pattern: Path) -> TrainConfig:
         raise ConfigError(
             "--tune needs --tune-data FILE (texts, or JSONL with the fields prompt and answer) or --tune-prompts FILE"
         )
-    stage = StageConfig(
-        steps=settings.tune_steps, sequence_length=job.length, batch_size=settings.batch_size, data=data
-    )
+    stage = StageConfig(steps=settings.tune, sequence_length=job.length, batch_size=settings.batch_size, data=data)
     return TrainConfig(
         output=str(settings.out / "tuned"),
         tokenizer=str(job.source.folder),
@@ -269,7 +299,7 @@ def tuning(job: Job, pattern: Path) -> TrainConfig:
         stages=(stage,),
         pattern=str(pattern),
         lora=LoraConfig(rank=16, alpha=32.0),
-        optimizer=OptimizerConfig(learning_rate=2e-4, warmup_steps=min(10, settings.tune_steps // 10)),
+        optimizer=OptimizerConfig(learning_rate=2e-4, warmup_steps=min(10, settings.tune // 10)),
         seed=settings.seed,
         bfloat16=job.dtype == "bfloat16",
         checkpoint_every=50,

@@ -57,7 +57,7 @@ class Replies:
         return sum_of_json([model, list(self.tokens), self.records, dataclasses.asdict(self.drawing)])
 
 
-def plan_replies(
+def find_replies(
     file: Path,
     folder: str | Path,
     tokenizer: Tokenizer,

@@ -14,11 +14,11 @@ from typing import Any
 
 import jax
 
-from swa_jax.adapt.job import STAGES, Job, command_line
-from swa_jax.adapt.plan import duration
+from swa_jax.adapt.estimate import duration
+from swa_jax.adapt.job import STAGES, Adaptation, command_line
 from swa_jax.adapt.search import BY_HEADS, BY_LOSS, HOW, NONE
-from swa_jax.adapt.stages import Results
-from swa_jax.adapt.tasks import Task
+from swa_jax.adapt.stages import StageResults
+from swa_jax.adapt.tasks import EvalTask
 from swa_jax.base.files import write_text
 from swa_jax.checkpoint.canary import SCRIPT
 from swa_jax.checkpoint.servers import SERVERS
@@ -33,7 +33,7 @@ PORTS = {"vllm": 8000, "tpu-inference": 8000, "sglang": 30000}  # that the serve
 FIGURES = {"right": "answers right", "losses": "loss, nats a token"}
 
 
-def write_report(job: Job, results: Results) -> Path:
+def write_report(job: Adaptation, results: StageResults) -> Path:
     """Write `report.html`, whole or not at all; returns its path."""
     found = results.found
     row, pattern = results.best, results.pattern
@@ -56,7 +56,7 @@ def write_report(job: Job, results: Results) -> Path:
     return file
 
 
-def summary(job: Job, results: Results, report: Path) -> str:
+def summary(job: Adaptation, results: StageResults, report: Path) -> str:
     """A few lines for the terminal."""
     lines = _sentences(job, results)
     if command := results.found["export"].get("command"):
@@ -67,7 +67,7 @@ def summary(job: Job, results: Results, report: Path) -> str:
 # ---- in words ----
 
 
-def _sentences(job: Job, results: Results) -> list[str]:
+def _sentences(job: Adaptation, results: StageResults) -> list[str]:
     row, rows = results.best, results.found["adapted"]["compared"]
     worse = [one for one in rows if verdict(one)[1] == "bad"]
     names = {task.name: task.title.lower() for task in job.tasks.measuring}
@@ -85,11 +85,11 @@ def _sentences(job: Job, results: Results) -> list[str]:
     ]
 
 
-def _remedies(job: Job) -> str:
+def _remedies(job: Adaptation) -> str:
     """What may lose less than the pattern that was found."""
     settings = job.settings
     ways = ["a larger --kv-budget"]
-    if not settings.tune_steps:
+    if not settings.tune:
         ways.append("training under the pattern (--tune)")
     if settings.server and any("num_sink_tokens" in line for line in job.space.left_out):
         ways.append(f"sink tokens (leave out --for: {_called(settings.server)} cannot run them)")
@@ -121,7 +121,7 @@ def verdict(row: Mapping[str, Any]) -> tuple[str, str]:
     return ("better", "good") if better else ("worse", "bad")
 
 
-def _cards(job: Job, results: Results) -> list[tuple[str, str]]:
+def _cards(job: Adaptation, results: StageResults) -> list[tuple[str, str]]:
     figures = results.found["efficiency"]["figures"]
     before, after = figures["original"], figures["adapted"]
     right = [row for row in results.found["adapted"]["compared"] if row["figure"] == "right"]
@@ -141,7 +141,7 @@ def _milliseconds(seconds: float) -> str:
 # ---- the sections ----
 
 
-def _verdicts(tasks: Sequence[Task], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _verdicts(tasks: Sequence[EvalTask], rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """A row for each task: right answers, or the loss where there are none, and the worst verdict of its figures."""
     titles = {task.name: task.title for task in tasks}
     cells, kinds = [], []
@@ -182,7 +182,7 @@ def _chosen(pattern: AttentionPattern, row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _quality(tasks: Sequence[Task], adapted: Mapping[str, Any], tune: Mapping[str, Any]) -> list[str]:
+def _quality(tasks: Sequence[EvalTask], adapted: Mapping[str, Any], tune: Mapping[str, Any]) -> list[str]:
     rows, windows = adapted["compared"], adapted["windows"]
     titles = {task.name: task.title for task in tasks}
     cells, kinds = [], []
@@ -232,7 +232,9 @@ def _signed(value: float, digits: int = 3) -> str:
     return text[1:] if float(text) == 0 else text.replace("-", "\N{MINUS SIGN}")
 
 
-def _memory(job: Job, efficiency: Mapping[str, Any], pattern: AttentionPattern, row: Mapping[str, Any]) -> list[str]:
+def _memory(
+    job: Adaptation, efficiency: Mapping[str, Any], pattern: AttentionPattern, row: Mapping[str, Any]
+) -> list[str]:
     memory, figures = job.memory, efficiency["figures"]
     full = AttentionPattern((FULL,) * pattern.num_layers)
     counted: list[tuple[str, float, float]] = [
@@ -270,7 +272,7 @@ def _called(server: str) -> str:
     return {"vllm": "vLLM", "sglang": "SGLang"}.get(server, server)
 
 
-def _place(job: Job) -> str:
+def _place(job: Adaptation) -> str:
     """Where the cache is counted."""
     return "this library" if job.settings.server is None else _called(job.settings.server)
 
@@ -306,7 +308,7 @@ def _speed(efficiency: Mapping[str, Any], cost: float) -> list[str]:
     ]
 
 
-def _tried(job: Job, search: Mapping[str, Any]) -> list[str]:
+def _tried(job: Adaptation, search: Mapping[str, Any]) -> list[str]:
     candidates, chosen = search["candidates"], search["best"]
     drawing = functools.partial(
         candidates_chart,
@@ -365,9 +367,9 @@ def _candidate(row: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _serving(job: Job, export: Mapping[str, Any], canary: Mapping[str, Any] | None) -> list[str]:
+def _serving(job: Adaptation, export: Mapping[str, Any], canary: Mapping[str, Any] | None) -> list[str]:
     out = job.settings.out
-    model = shlex.quote(str(out / "tuned" / "model") if job.settings.tune_steps else job.settings.model)
+    model = shlex.quote(str(out / "tuned" / "model") if job.settings.tune else job.settings.model)
     pattern = shlex.quote(str(out / "pattern.json"))
     here = [
         f'swa-jax generate {model} "Once upon a time" --pattern {pattern}',
@@ -395,7 +397,7 @@ def _serving(job: Job, export: Mapping[str, Any], canary: Mapping[str, Any] | No
     return [*pieces, html.paragraph("With this library:"), html.code(here)]
 
 
-def _check_command(job: Job) -> list[str]:
+def _check_command(job: Adaptation) -> list[str]:
     """The command that compares a running server with the export's receipt; none where there is no receipt."""
     if job.export_folder is None or not (script := job.export_folder / SCRIPT.name).exists():
         return []
@@ -403,7 +405,7 @@ def _check_command(job: Job) -> list[str]:
     return [f"python {shlex.quote(str(script))} " + (f"--url http://localhost:{port}" if port else "--transformers")]
 
 
-def _receipt(job: Job, canary: Mapping[str, Any] | None) -> str:
+def _receipt(job: Adaptation, canary: Mapping[str, Any] | None) -> str:
     """What is known of the export's receipt; None: it is not made yet."""
     if not job.settings.canary:
         return "The export has no receipt to check a server by (--no-canary)."
@@ -412,7 +414,7 @@ def _receipt(job: Job, canary: Mapping[str, Any] | None) -> str:
     return str(canary["describe"])
 
 
-def _origin(job: Job, results: Results) -> list[str]:
+def _origin(job: Adaptation, results: StageResults) -> list[str]:
     versions = [f"Python {platform.python_version()}"]
     versions += [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax", "numpy")]
     seconds = results.seconds

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from swa_jax.adapt.tasks import ROWS_OF_TEXT, Scores, Task, lost, measure, num_examples, share_right
+from swa_jax.adapt.tasks import ROWS_OF_TEXT, EvalTask, Scores, lost, measure, num_examples, share_right
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.files import Store, digest
 from swa_jax.checkpoint.served_cache import BudgetError, Memory, most_within
@@ -29,7 +29,7 @@ from swa_jax.model.window import Window
 from swa_jax.select.heads import head_pattern, heuristic_mask
 from swa_jax.select.methods import DEFAULT, Ranking, rank
 from swa_jax.select.nll import EXACT_BELOW, TRIED
-from swa_jax.select.task import Task as Choice
+from swa_jax.select.task import Task
 
 Unit = Literal["layers", "heads"]
 SINK_TOKENS = 4  # SWAA's and StreamingLLM's number, where sink tokens are tried
@@ -198,13 +198,12 @@ class Search:
 
     Attributes:
       original: the scores of the model as it was, on `tasks`.
-      key: what the scores depend on but for the pattern; the files have their names from it, so that another budget
-        finds there what it needs.
+      key: what the scores depend on but for the pattern, so that another budget finds in the files what it needs.
       progress: called with a line of text, and with how many steps of how many are done.
     """
 
     model: Decoder
-    tasks: Sequence[Task]
+    tasks: Sequence[EvalTask]
     original: Scores
     memory: Memory
     budget: float
@@ -222,8 +221,7 @@ class Search:
         self._layer_scores: list[list[float | None]] = []
         self._ranked: dict[str, Any] = {}  # for the patterns' provenance
         self._left_out: list[str] = []
-        file = self.folder / f"candidates-{self.key[:8]}.jsonl"
-        self._scores = Store(file, "candidates of a search", {"search": self.key})
+        self._scores = Store(self.folder / "candidates.jsonl", "candidates of a search", part=self.key)
 
     def __call__(self) -> dict[str, Any]:
         """The candidates that were tried, the best one's place, and what each layer is worth: plain JSON values."""
@@ -264,14 +262,13 @@ class Search:
             for task in self.tasks
             for example in task.examples[: effort.rank_by if task.answers else max(1, effort.rank_by // ROWS_OF_TEXT)]
         ]
-        name = digest([self.key, start.said, effort.rank_by])[:8]
-        task = Choice(
+        task = Task(
             self.model,
             examples,
             start.window,
             batch_size=self.batch_size,
             seed=self.seed,
-            file=self.folder / f"ranked-{name}.jsonl",
+            file=self.folder / "ranked.jsonl",
             weights=self.key,
             progress=self.progress,
             force=True,  # whether the tasks tell anything was asked before the search

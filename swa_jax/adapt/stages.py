@@ -16,11 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from swa_jax.adapt.job import MARK, STAGES, Job, tuning
-from swa_jax.adapt.plan import canary_budget
+from swa_jax.adapt.estimate import canary_budget
+from swa_jax.adapt.job import MARK, STAGES, Adaptation, tuning
 from swa_jax.adapt.replies import Replies, draw_replies
 from swa_jax.adapt.search import Search
-from swa_jax.adapt.tasks import Doubts, Task, compared, doubts, measure, num_examples
+from swa_jax.adapt.tasks import Doubts, EvalTask, compared, doubts, measure, num_examples
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.files import digest, locked, read_document, read_json, write_json
 from swa_jax.base.settings import to_dict
@@ -38,7 +38,7 @@ from swa_jax.train.loop import train
 
 
 @dataclasses.dataclass
-class Results:
+class StageResults:
     """What the stages found, by their names, and how long each took when it ran."""
 
     folder: Path
@@ -100,7 +100,7 @@ class Results:
         return record["before"] + max(0.0, last - record["at"])
 
 
-def carry_out(job: Job, report: Callable[[str], None], reported: Callable[[Results], None]) -> Results:
+def carry_out(job: Adaptation, report: Callable[[str], None], reported: Callable[[StageResults], None]) -> StageResults:
     """Run the stages that are not done yet.
 
     Args:
@@ -116,20 +116,20 @@ def carry_out(job: Job, report: Callable[[str], None], reported: Callable[[Resul
         for partial in job.half_made:
             report(f"removing {partial}, which an interrupted run left half made")
             shutil.rmtree(partial)
-        run = Run(job, Results(job.folder, report), content_sum(job.source.folder))
+        run = _Stages(job, StageResults(job.folder, report), content_sum(job.source.folder))
         run(reported)
     return run.results
 
 
 @dataclasses.dataclass
-class Run:
+class _Stages:
     """A job on its way through the stages."""
 
-    job: Job
-    results: Results
+    job: Adaptation
+    results: StageResults
     model_sum: str
 
-    def __call__(self, reported: Callable[[Results], None]) -> None:
+    def __call__(self, reported: Callable[[StageResults], None]) -> None:
         job = self.job
         self._claim()
         original = digest([VERSION, self.model_sum, job.dtype, self._sums(job.tasks.choosing, job.tasks.measuring)])
@@ -170,9 +170,9 @@ class Run:
 
     @property
     def _tuned(self) -> Path | None:
-        return self.job.settings.out / "tuned" / "model" if self.job.settings.tune_steps else None
+        return self.job.settings.out / "tuned" / "model" if self.job.settings.tune else None
 
-    def _sums(self, *groups: list[Task]) -> list[str]:
+    def _sums(self, *groups: list[EvalTask]) -> list[str]:
         return [examples_sum(task.examples) for tasks in groups for task in tasks]
 
     # ---- stages ----
@@ -193,7 +193,7 @@ class Run:
             )
         write_json(file, {"key": self.model_sum, "model": self.job.source.name})
 
-    def _measure(self, model: Decoder, pattern: AttentionPattern, tasks: list[Task]) -> Any:
+    def _measure(self, model: Decoder, pattern: AttentionPattern, tasks: list[EvalTask]) -> Any:
         total = num_examples(tasks)
         with Progress("examples") as progress:
             done = [0]
@@ -229,10 +229,20 @@ class Run:
             )
         with Progress("steps") as progress:
             search = Search(
-                self.model, job.tasks.choosing, self.results.found["original"]["choosing"], job.memory,
-                settings.kv_budget, job.space, self.results.folder, key, settings.batch_size, job.effort,
-                settings.seed, self.results.report, progress.update,
-            )  # fmt: skip
+                self.model,
+                job.tasks.choosing,
+                self.results.found["original"]["choosing"],
+                job.memory,
+                settings.kv_budget,
+                job.space,
+                self.results.folder,
+                key,
+                settings.batch_size,
+                job.effort,
+                settings.seed,
+                self.results.report,
+                progress.update,
+            )
             return search() | {"doubts": found.sentences}
 
     def _doubts(self) -> Doubts:
@@ -243,16 +253,18 @@ class Run:
         return doubts(tasks, original, self._measure(self.model, pattern, tasks))
 
     def _tune_key(self, search: str) -> str:
-        if not self.job.settings.tune_steps:
+        if not self.job.settings.tune:
             return digest([search, None])
-        plan = tuning(self.job, Path("pattern.json"))
-        config = to_dict(plan)
+        training = tuning(self.job, Path("pattern.json"))
+        config = to_dict(training)
         for name in ("output", "tokenizer", "init_from", "stages"):  # where things lie does not count
             del config[name]
-        stage = dataclasses.replace(plan.stages[0], data=())
+        stage = dataclasses.replace(training.stages[0], data=())
         replies = self.job.replies
         if replies is None:
-            data: Any = [[to_dict(dataclasses.replace(one, files=())), data_sum(one)] for one in plan.stages[0].data]
+            data: Any = [
+                [to_dict(dataclasses.replace(one, files=())), data_sum(one)] for one in training.stages[0].data
+            ]
         else:
             data = replies.content(self.model_sum)
         return digest([search, config, to_dict(stage), data])
@@ -273,7 +285,7 @@ class Run:
         train(tuning(self.job, self.job.settings.out / "pattern.json"))
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         return {
-            "steps": self.job.settings.tune_steps,
+            "steps": self.job.settings.tune,
             "losses": [line["loss"] for line in lines if "loss" in line],
             "replies": self.job.replies and len(self.job.replies_file.read_text().splitlines()),
         }

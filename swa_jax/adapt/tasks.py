@@ -34,7 +34,7 @@ TEXT_CHARACTERS = 20  # read for each token of text that is drawn: more than a t
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class EvalTask:
     """Examples of one kind.
 
     Attributes:
@@ -66,24 +66,24 @@ class Data:
         return "" if self.wrap is None else ", in the model's chat template"
 
 
-class Drawn(NamedTuple):
+class Splits(NamedTuple):
     """The same tasks with different examples."""
 
-    choosing: list[Task]
-    measuring: list[Task]
+    choosing: list[EvalTask]
+    measuring: list[EvalTask]
 
 
-def draw_tasks(data: Data, tokenizer: Tokenizer, choosing: int, measuring: int) -> Drawn:
+def draw_tasks(data: Data, tokenizer: Tokenizer, choosing: int, measuring: int) -> Splits:
     """Tasks with `choosing` prompts each to choose a pattern by, and with `measuring` others to measure on.
 
     Raises:
       ConfigError: a file that cannot be used, or has too little in it; a length that needles do not fit into.
     """
-    drawn = Drawn([], [])
+    drawn = Splits([], [])
 
     def add(halves: Sequence[Sequence[Example]], **about: Any) -> None:
         for tasks, examples in zip(drawn, halves, strict=True):
-            tasks.append(Task(**about, examples=examples))
+            tasks.append(EvalTask(**about, examples=examples))
 
     length = data.length
     if data.prompts is not None:
@@ -187,7 +187,7 @@ type Scores = dict[str, dict[str, list[float]]]  # by task: "losses" [N], nats a
 
 def measure(
     model: Decoder,
-    tasks: Sequence[Task],
+    tasks: Sequence[EvalTask],
     pattern: AttentionPattern,
     batch_size: int,
     advance: Callable[[int], None] = lambda _: None,
@@ -210,7 +210,7 @@ class Doubts(NamedTuple):
     nothing_told: bool  # no task's loss tells full attention from windows in every layer
 
 
-def doubts(tasks: Sequence[Task], original: Scores, windowed: Scores) -> Doubts:
+def doubts(tasks: Sequence[EvalTask], original: Scores, windowed: Scores) -> Doubts:
     """Which tasks say little of what windows cost, by the scores of the model as it was and with windows everywhere."""
     sentences, told = [], False
     for task in tasks:
@@ -224,7 +224,7 @@ def doubts(tasks: Sequence[Task], original: Scores, windowed: Scores) -> Doubts:
     return Doubts(sentences, not told)
 
 
-def num_examples(tasks: Sequence[Task]) -> int:
+def num_examples(tasks: Sequence[EvalTask]) -> int:
     return sum(len(task.examples) for task in tasks)
 
 
@@ -239,7 +239,7 @@ def share_right(scores: Scores) -> float | None:
     return float(np.mean(shares)) if shares else None
 
 
-def compared(scores: Scores, original: Scores, tasks: Sequence[Task]) -> list[dict[str, Any]]:
+def compared(scores: Scores, original: Scores, tasks: Sequence[EvalTask]) -> list[dict[str, Any]]:
     """A row for each figure of each task: [mean, low, high] of both, and of their paired difference, 95 % intervals."""
     rows = []
     for task in tasks:

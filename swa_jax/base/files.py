@@ -355,17 +355,20 @@ class Store:
       records: what is known, by key.
     """
 
-    def __init__(self, file: Path | None, kind: str, content: Mapping[str, Any] | None = None):
+    def __init__(self, file: Path | None, kind: str, content: Mapping[str, Any] | None = None, *, part: str = ""):
         """Reads what earlier runs have left.
 
         Args:
           kind: what the records are, for sentences: "scores of masks".
           content: what all of them depend on, beside their keys, as plain JSON values: the first line of the file.
+          part: in place of `content`, its `digest`: the file may hold records of other parts, which stay there and do
+            not count.
 
         Raises:
           ConfigError: the file holds something else, or records of other content.
         """
         self.records: dict[str, dict[str, Any]] = {}
+        self._part = {"part": part} if part else {}
         self._file, self._content = file, None if content is None else {"content": dict(content)}
         self._whole: int | None = None  # bytes of the whole lines, where a kill has left half a line behind them
         if file is not None and file.exists():
@@ -390,7 +393,7 @@ class Store:
         with self._file.open("ab") as stream:
             if self._content is not None and not stream.tell():
                 stream.write(_line(self._content))
-            stream.write(_line({"key": key} | record))
+            stream.write(_line({"key": key} | self._part | record))
 
     def _read(self, file: Path, kind: str) -> None:
         *lines, half = file.read_bytes().split(b"\n")
@@ -405,7 +408,7 @@ class Store:
             check_content(file, kind, values[0]["content"], self._content["content"])
             values[0] = {}
         for value in values:
-            if value and "key" in value:
+            if value and "key" in value and value.pop("part", "") == self._part.get("part", ""):
                 self.records[value.pop("key")] = value
         if damaged := [str(number) for number, value in enumerate(values, 1) if value is None]:
             lines_of = f"lines {', '.join(damaged)} are" if len(damaged) > 1 else f"line {damaged[0]} is"

@@ -9,24 +9,25 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from typer import Argument, Option
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.cli.groups import Options
 from swa_jax.cli.options import (
     PROMPTS,
     RUNNING,
     SERVING,
     BatchedTokens,
-    BatchSize,
     Chat,
-    ComputeDtype,
     Model,
     Seed,
     ServeLength,
     Server,
     numbers,
+    print_json,
 )
+from swa_jax.cli.select_options import Running
 
 if TYPE_CHECKING:
-    from swa_jax.adapt.job import Settings
+    from swa_jax.adapt.job import AdaptOptions
 
 SEARCH, TUNING = "Search", "Fine-tuning"
 
@@ -83,6 +84,7 @@ class Measured(Options):
             rich_help_panel=PROMPTS,
         ),
     ] = None
+    seed: Seed = 0
 
 
 @dataclasses.dataclass
@@ -106,6 +108,9 @@ class Searched(Options):
         Literal["quick", "normal", "full"],
         Option(help="Prompts, and layers scored in a round: few, some, all.", rich_help_panel=SEARCH),
     ] = "normal"
+    force: Annotated[
+        bool, Option("--force", help="Search also by prompts that tell nothing.", rich_help_panel=SEARCH)
+    ] = False
 
 
 @dataclasses.dataclass
@@ -145,12 +150,10 @@ class Tuned(Options):
     ] = None
 
 
-def adapt(
-    model: Annotated[str, Argument(help=Model.__metadata__[0].help)],
-    out: Annotated[Path, Argument(help="A new folder, or that of an interrupted run to go on with.")],
-    measured: Measured,
-    searched: Searched,
-    tuned: Tuned,
+@dataclasses.dataclass
+class Served(Options):
+    """Where the result is to run, and what it may take there."""
+
     kv_budget: Annotated[
         float,
         Option(
@@ -158,10 +161,10 @@ def adapt(
             help="Share of full attention's key/value cache that the result may take.",
             rich_help_panel=SERVING,
         ),
-    ] = 0.3,
-    server: Server = None,
-    serve_length: ServeLength = None,
-    batched_tokens: BatchedTokens = None,
+    ] = 0.3
+    server: Server = None
+    serve_length: ServeLength = None
+    batched_tokens: BatchedTokens = None
     canary: Annotated[
         bool,
         Option(
@@ -170,51 +173,62 @@ def adapt(
             show_default=False,
             rich_help_panel=SERVING,
         ),
-    ] = True,
+    ] = True
+
+
+def adapt(
+    model: Annotated[str, Argument(help=Model.__metadata__[0].help)],
+    out: Annotated[Path, Argument(help="A new folder, or that of an interrupted run to go on with.")],
+    measured: Measured,
+    searched: Searched,
+    tuned: Tuned,
+    served: Served,
     plan: Annotated[
         bool,
         Option("--plan", help="Say what would be done and how long it may take, and stop.", rich_help_panel=RUNNING),
     ] = False,
-    batch_size: BatchSize = 8,
-    dtype: ComputeDtype = None,
-    seed: Seed = 0,
-    force: Annotated[
-        bool, Option("--force", help="Search also by prompts that tell nothing.", rich_help_panel=RUNNING)
-    ] = False,
+    as_json: Annotated[bool, Option("--json", help="With --plan: print JSON.", rich_help_panel=RUNNING)] = False,
+    *,
+    running: Running,
 ) -> None:
     """Turn a model into one whose long context costs less: search, measure, export, and write a report.
 
     Run the same command again to go on after an interruption.
     """
-    from swa_jax.adapt.job import Settings
+    from swa_jax.adapt.job import AdaptOptions
 
-    windows = () if searched.window is None else tuple(numbers("--window", searched.window))
-    settings = Settings(
-        model=model, out=out, kv_budget=kv_budget, server=server, prompts=measured.data,
-        text=tuple(measured.text or ()), chat=measured.chat, length=measured.length, serve_length=serve_length,
-        batched_tokens=batched_tokens, windows=windows, unit=searched.unit, effort=searched.effort, canary=canary,
-        examples=measured.examples, choose_by=measured.choose_by, tune_steps=tuned.tune,
-        tune_data=tuple(tuned.tune_data or ()), tune_prompts=tuned.tune_prompts, reply_tokens=tuned.reply_tokens,
-        batch_size=batch_size, dtype=dtype, seed=seed, force=force,
-    )  # fmt: skip
-    carry_out_and_report(settings, plan)
-
-
-def carry_out_and_report(settings: Settings, plan: bool = False) -> None:
-    """Carry out what the settings ask for, or print how it would be done; both end with a few lines of text."""
-    from swa_jax.adapt.job import prepare
-    from swa_jax.adapt.plan import plan_text
-
-    job = prepare(settings)
+    if as_json and not plan:
+        raise ConfigError("--json prints what --plan finds: give both")
+    given = vars(measured) | vars(searched) | vars(tuned) | vars(served) | vars(running)
+    given["window"] = () if searched.window is None else tuple(numbers("--window", searched.window))
+    given |= {name: tuple(given[name] or ()) for name in ("text", "tune_data")}
+    options = AdaptOptions(model, out, **given)
     if plan:
-        typer.echo(plan_text(job))
-        return
+        _print_estimate(options, as_json)
+    else:
+        carry_out_and_report(options)
+
+
+def _print_estimate(options: AdaptOptions, as_json: bool) -> None:
+    from swa_jax.adapt.estimate import estimate_report, estimate_text
+    from swa_jax.adapt.job import prepare
+
+    report = estimate_report(prepare(options))
+    if as_json:
+        print_json(report)
+    else:
+        typer.echo(estimate_text(report))
+
+
+def carry_out_and_report(options: AdaptOptions) -> None:
+    from swa_jax.adapt.job import prepare
     from swa_jax.adapt.report import summary, write_report
     from swa_jax.adapt.stages import carry_out
 
     def say(line: str) -> None:
         typer.echo(line, err=True)
 
+    job = prepare(options)
     results = carry_out(job, say, lambda found: say(f"Report: {write_report(job, found)}"))
     report = write_report(job, results)  # again, with the receipt
     typer.echo(summary(job, results, report))
@@ -224,11 +238,11 @@ def demo(
     out: Annotated[Path, Option(help="A new folder, or that of an interrupted demo.")] = Path("runs/demo"),
 ) -> None:
     """Adapt the bundled model `chains` in a few minutes: which of its eight layers need full attention?"""
-    from swa_jax.adapt.job import Settings
+    from swa_jax.adapt.job import AdaptOptions
 
     # Few prompts to measure on; enough to choose by.
     carry_out_and_report(
-        Settings("chains", out, 0.6, length=384, windows=(32,), effort="full", choose_by=12, examples=24)
+        AdaptOptions("chains", out, 0.6, length=384, window=(32,), effort="full", choose_by=12, examples=24)
     )
     typer.echo(
         f"Open the report in a browser. Next, adapt a model of your own: swa-jax adapt MODEL OUT --kv-budget 0.3\n"

@@ -18,27 +18,25 @@ from swa_jax.cli.options import (
     OUTPUT,
     PATTERN,
     PROMPTS,
-    BatchedTokens,
-    BatchSize,
     Chains,
     Chat,
-    ComputeDtype,
     Haystack,
+    Json,
     Length,
     Model,
     NumKeys,
     PromptKind,
     Seed,
-    ServeLength,
-    Server,
     WindowGiven,
     check_window,
     find_model,
     load_checkpoint,
     note_context,
     note_whole_prompts,
+    print_json,
     resolve_patterns,
 )
+from swa_jax.cli.select_options import Counted, Force, Running
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
 from swa_jax.select.methods import DEFAULT, METHODS, find_method
@@ -89,25 +87,6 @@ class Candidates(Options):
 
 
 @dataclasses.dataclass
-class Counted(Options):
-    """Where the key/value cache is counted."""
-
-    server: Server = None
-    serve_length: ServeLength = None
-    batched_tokens: BatchedTokens = None
-
-    def memory(self, model: Path, config: ModelConfig, length: int) -> Memory | None:
-        """None for the cache of this library at the length of the prompts, which every row has."""
-        if self.server is None and self.serve_length is None:
-            return None
-        from swa_jax.checkpoint.folder import open_checkpoint
-        from swa_jax.checkpoint.served_cache import Memory
-
-        hf_config = open_checkpoint(model).hf_config
-        return Memory(config, hf_config, self.serve_length or length, self.server, self.batched_tokens)
-
-
-@dataclasses.dataclass
 class Choice(Options):
     """The methods, and what they choose."""
 
@@ -142,6 +121,7 @@ class Choice(Options):
     against: Annotated[
         str | None, Option(help="Show differences to this method.", show_default=False, rich_help_panel=OUTPUT)
     ] = None
+    force: Force = False
 
     @property
     def ratios(self) -> list[float]:
@@ -198,6 +178,17 @@ class Prompts(Options):
         }
 
 
+def _memory(counted: Counted, model: Path, config: ModelConfig, length: int) -> Memory | None:
+    """Where the cache is counted; None: in this library at the length of the prompts, which every row has."""
+    if counted.server is None and counted.serve_length is None:
+        return None
+    from swa_jax.checkpoint.folder import open_checkpoint
+    from swa_jax.checkpoint.served_cache import Memory
+
+    hf_config = open_checkpoint(model).hf_config
+    return Memory(config, hf_config, counted.serve_length or length, counted.server, counted.batched_tokens)
+
+
 def compare(
     model: Model,
     out: Annotated[Path, Option(help="A folder for results, patterns and the picture.", rich_help_panel=OUTPUT)],
@@ -206,29 +197,25 @@ def compare(
     choice: Choice,
     prompts: Prompts,
     counted: Counted,
-    batch_size: BatchSize = 8,
-    dtype: ComputeDtype = None,
-    force: Annotated[
-        bool, Option("--force", help="Choose also where the prompts tell nothing.", rich_help_panel=OUTPUT)
-    ] = False,
+    running: Running,
+    as_json: Json = False,
 ) -> None:
     """Compare patterns and methods: how many needles (or chains) each finds, and how much memory it takes.
 
-    The prompts are others than those that the methods choose by.
-
-    Run the same command again to go on after an interruption, or with more methods, ratios or seeds to add them.
+    The prompts are others than those that the methods choose by. Run the same command again to go on after an
+    interruption, or with more methods, ratios or seeds to add them.
     """
     # What is wrong with these is said before anything is loaded.
     methods, _ = choice.methods(bool(candidates.pattern)), prompts.kind
-    if methods and not force:
+    if methods and not choice.force:
         check_window(window.value.size, prompts.length)
     from swa_jax.checkpoint.folder import weights_sum
     from swa_jax.report.progress import Progress
-    from swa_jax.select.compare import compare as run
+    from swa_jax.select.compare import Comparison
 
     model = find_model(model)
-    decoder, tokenizer = load_checkpoint(model, dtype)
-    memory = counted.memory(model, decoder.config, prompts.length)
+    decoder, tokenizer = load_checkpoint(model, running.dtype)
+    memory = _memory(counted, model, decoder.config, prompts.length)
     whole = window.value.of(decoder.pattern.window, needed=bool(methods))
     patterns = candidates.patterns(window.value, whole.size, decoder.config)
     kind = prompts.kind.of(model)
@@ -236,21 +223,32 @@ def compare(
     note_context(decoder.config, prompts.length)
     note_whole_prompts(patterns, max(len(example.prompt) for example in scored_on))
     with Progress("patterns") as progress:
-        rows = run(
-            decoder, patterns, scored_on, out,
-            methods=methods, ratios=choice.ratios, seeds=range(prompts.seed, prompts.seed + choice.seeds),
-            draw=lambda number: kind.draw(tokenizer, prompts.examples, number),
-            window=whole, eval_window=candidates.eval_window, iterations=choice.iterations, by=choice.by,
-            batch_size=batch_size, weights=weights_sum(model), settings=prompts.settings(model, kind), force=force,
+        comparison = Comparison(
+            decoder,
+            scored_on,
+            out,
+            lambda number: kind.draw(tokenizer, prompts.examples, number),
+            prompts.settings(model, kind),
+            methods,
+            choice.ratios,
+            range(prompts.seed, prompts.seed + choice.seeds),
+            window=whole,
+            eval_window=candidates.eval_window,
+            iterations=choice.iterations,
+            by=choice.by,
+            batch_size=running.batch_size,
+            weights=weights_sum(model),
+            force=choice.force,
             report=lambda line: progress.console.print(line, highlight=False, soft_wrap=True),
             progress=progress.update,
-        )  # fmt: skip
+        )
+        rows = comparison(patterns)
     where = "KV cache"
     if memory is not None:
         rows = _counted(rows, memory, candidates.eval_window)
         where = f"KV cache of {memory.length} tokens {memory.place}"
-        typer.echo(memory.steps, nl=bool(memory.steps))
-    _show(rows, choice.against, _title_window(patterns, whole.size), out, where)
+        typer.echo(memory.steps, nl=bool(memory.steps), err=as_json)
+    _show(rows, choice.against, _title_window(patterns, whole.size), out, where, as_json)
 
 
 def _counted(rows: Sequence[dict[str, Any]], memory: Memory, eval_window: int | None) -> list[dict[str, Any]]:
@@ -269,15 +267,18 @@ def _counted(rows: Sequence[dict[str, Any]], memory: Memory, eval_window: int | 
     return found
 
 
-def _show(rows: Sequence[Any], against: str | None, window: int | None, out: Path, memory: str) -> None:
+def _show(rows: Sequence[Any], against: str | None, window: int | None, out: Path, memory: str, as_json: bool) -> None:
     from swa_jax.report import compare_table, frontier_chart, table_console
     from swa_jax.select.compare import summary
 
     summed = summary(rows, against)
-    table_console().print(compare_table(summed, window, memory))
+    if as_json:
+        print_json({"window": window, "memory": memory, "rows": summed})
+    else:
+        table_console().print(compare_table(summed, window, memory))
     title = "What the memory buys" + ("" if window is None else f" (window {window})")
     frontier_chart(summed, out / "frontier.png", title=title, memory=memory)
-    typer.echo(f"written to {out}")
+    typer.echo(f"written to {out}", err=as_json)
 
 
 def _title_window(patterns: Sequence[tuple[str, AttentionPattern]], known: int | None) -> int | None:

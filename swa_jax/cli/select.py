@@ -13,17 +13,8 @@ from typer import Option
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.settings import nearest
 from swa_jax.cli.groups import expand
-from swa_jax.cli.options import (
-    BatchSize,
-    ComputeDtype,
-    Model,
-    WindowGiven,
-    check_window,
-    find_model,
-    load_checkpoint,
-    parse_mesh,
-)
-from swa_jax.cli.select_options import METHOD, Budget, Examples, Force, Mesh, Out, ResumeFile, check_out, write_choice
+from swa_jax.cli.options import Model, WindowGiven, check_window, find_model, load_checkpoint, parse_mesh
+from swa_jax.cli.select_options import METHOD, Budget, Examples, Mesh, Running, Written, write_choice
 from swa_jax.select.methods import BY_PLACE, DEFAULT, METHODS, Method, choose
 from swa_jax.select.task import Task
 
@@ -54,24 +45,21 @@ app = typer.Typer(
 def select(
     method: Method,
     model: Model,
-    out: Out,
+    written: Written,
     budget: Budget,
     examples: Examples,
     window: WindowGiven,
-    resume_file: ResumeFile = None,
+    running: Running,
     mesh: Mesh = None,
-    batch_size: BatchSize = 8,
-    dtype: ComputeDtype = None,
-    force: Force = False,
     **own: Any,
 ) -> None:
-    """Write a pattern chosen by a method to `out`, and a picture beside it; `own` are the method's own options."""
+    """Write a pattern chosen by a method, and a picture beside it; `own` are the method's own options."""
     from swa_jax.checkpoint.folder import open_checkpoint, weights_sum
     from swa_jax.report.progress import Progress
 
     budget.check(method.chooses)
-    check_out(out)
-    if method.name not in BY_PLACE and not force:
+    written.check()
+    if method.name not in BY_PLACE and not written.force:
         check_window(window.value.size, examples.length)
     partition = None if mesh is None else parse_mesh(mesh)
     folder = find_model(model)
@@ -80,17 +68,17 @@ def select(
     whole = window.value.of(source.pattern.window)
     ratio = budget.ratio_of(method.chooses, config, source.hf_config, examples.length, whole)
     bare = cast("Decoder", source)  # its config is what methods by place read
-    task = Task(bare, [], whole, batch_size, examples.seed, partition=partition, force=force)
+    task = Task(bare, [], whole, running.batch_size, examples.seed, partition=partition, force=written.force)
     task.report = functools.partial(typer.echo, err=True)
     if method.name not in BY_PLACE:
-        task.model, tokenizer = load_checkpoint(folder, dtype, partition)
+        task.model, tokenizer = load_checkpoint(folder, running.dtype, partition)
         task.examples, task.data = examples.draw(folder, tokenizer, config)
-    if method.keeps is not None:
-        task.file, task.weights = resume_file or out.with_suffix(".scores.jsonl"), weights_sum(folder)
+    if method.keeps:
+        task.file, task.weights = written.scores, weights_sum(folder)
     with Progress("steps") as progress:
         task.progress = progress.update
         (chosen,) = choose(method.name, task, [ratio], **own)
-    write_choice(chosen, config, out)
+    write_choice(chosen, config, written.out)
 
 
 def _command(method: Method) -> Callable[..., None]:

@@ -19,8 +19,10 @@ from swa_jax.cli.options import (
     PROMPTS,
     RUNNING,
     BatchedTokens,
+    BatchSize,
     Chains,
     Chat,
+    ComputeDtype,
     Haystack,
     Length,
     NumKeys,
@@ -41,21 +43,56 @@ if TYPE_CHECKING:
 
 METHOD = "Method"  # a panel: the options of one method's own
 
-Out = Annotated[Path, Option(help="The pattern's JSON file. The picture goes beside it.", rich_help_panel=OUTPUT)]
 Force = Annotated[bool, Option("--force", help="Choose also where the prompts tell nothing.", rich_help_panel=OUTPUT)]
-ResumeFile = Annotated[
-    Path | None,
-    Option(
-        "--resume-file",
-        help="Keeps the scores of a search, to go on from. Default: beside --out.",
-        show_default=False,
-        rich_help_panel=OUTPUT,
-    ),
-]
 Mesh = Annotated[
     str | None,
     Option("--mesh", help="Spread weights and examples over the devices: data=2,fsdp=4.", rich_help_panel=RUNNING),
 ]
+
+
+@dataclasses.dataclass
+class Running(Options):
+    """How the model computes."""
+
+    batch_size: BatchSize = 8
+    dtype: ComputeDtype = None
+
+
+@dataclasses.dataclass
+class Counted(Options):
+    """Where the key/value cache is counted."""
+
+    server: Server = None
+    serve_length: ServeLength = None
+    batched_tokens: BatchedTokens = None
+
+
+@dataclasses.dataclass
+class Written(Options):
+    """What is written, and where."""
+
+    out: Annotated[Path, Option(help="The pattern's JSON file. The picture goes beside it.", rich_help_panel=OUTPUT)]
+    resume_file: Annotated[
+        Path | None,
+        Option(
+            "--resume-file",
+            help="Keeps the scores of searches, to go on from. Default: beside --out.",
+            show_default=False,
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None
+    force: Force = False
+
+    def check(self) -> None:
+        """Raise `ConfigError` for a file that no pattern can be written to."""
+        if self.out.suffix != ".json":
+            raise ConfigError(f"--out is {self.out}: a pattern file must end in .json")
+        check_output("--out", self.out)
+
+    @property
+    def scores(self) -> Path:
+        """The file of the searches' scores."""
+        return self.resume_file or self.out.with_suffix(".scores.jsonl")
 
 
 @dataclasses.dataclass
@@ -107,7 +144,7 @@ class Examples(Options):
 
 
 @dataclasses.dataclass
-class Budget(Options):
+class Budget(Counted):
     """How many layers or KV heads stay full."""
 
     ratio: Annotated[
@@ -124,9 +161,6 @@ class Budget(Options):
         float | None,
         Option(metavar="SHARE", help="Or: share of the full cache.", show_default=False, rich_help_panel=PATTERN),
     ] = None
-    server: Server = None
-    serve_length: ServeLength = None
-    batched_tokens: BatchedTokens = None
 
     def check(self, unit: str) -> None:
         """Raise `ConfigError` for what can be seen to be wrong without the model."""
@@ -175,12 +209,6 @@ class Budget(Options):
         if full > total:
             raise ConfigError(f"--budget is {full} full {unit}, the model has {total}")
         return 1 - full / total
-
-
-def check_out(out: Path) -> None:
-    if out.suffix != ".json":
-        raise ConfigError(f"--out is {out}: a pattern file must end in .json")
-    check_output("--out", out)
 
 
 def write_choice(pattern: AttentionPattern, config: ModelConfig, out: Path) -> None:

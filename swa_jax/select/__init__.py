@@ -9,7 +9,7 @@ from swa_jax.base.exports import lazy
 if TYPE_CHECKING:
     from swa_jax.select.bosch_search import Selection, bosch
     from swa_jax.select.evaluator import MaskEvaluator, Score
-    from swa_jax.select.light_transfer import LazyRatios, lazy_ratios
+    from swa_jax.select.light_transfer import lazy_ratios
     from swa_jax.select.methods import METHODS, choose
     from swa_jax.select.nll import LayerScorer, NLLScores, nll_deltas, nll_scores
     from swa_jax.select.static import static_scores
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 __all__ = [
     "METHODS",
     "LayerScorer",
-    "LazyRatios",
     "MaskEvaluator",
     "NLLScores",
     "Score",
@@ -42,7 +41,6 @@ __getattr__ = lazy(
         "bosch": "bosch_search",
         "MaskEvaluator": "evaluator",
         "Score": "evaluator",
-        "LazyRatios": "light_transfer",
         "lazy_ratios": "light_transfer",
         "LayerScorer": "nll",
         "NLLScores": "nll",

@@ -26,13 +26,12 @@ import numpy as np
 from swa_jax.base.errors import ConfigError
 from swa_jax.select.evaluator import MaskEvaluator, Score
 from swa_jax.select.heads import windowed_count
-from swa_jax.select.search import Found, Optimizer, ScoreBits, num_candidates, require_nomad, search, with_ones
+from swa_jax.select.search import Optimizer, Optimum, ScoreBits, num_candidates, require_nomad, search, with_ones
 from swa_jax.select.swaps import swap_search
 
 Variant = Literal["bosch", "swaps", "single", "multi", "layer"]
 BUCKETS = (0.0, 0.25, 0.5, 0.75, 1.0)
 PERCENTILES = (2.5, 97.5)
-_STAGED = ("bosch", "swaps")  # the variants with all stages of the paper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +84,6 @@ def bosch(
     """Choose the ceil(ratio * L * K) KV heads whose windowing costs the answers least (BOSCH, Algorithms 1 to 3).
 
     Args:
-      evaluate: scores a mask.
       ratio: the share of windowed heads, the paper's rho.
       variant: "bosch" has all three stages. "swaps" goes on from there with swaps over the heads of all layers (see
         `swap_search`; not in the paper), which look at no more than `iterations` masks for each layer of the model. The
@@ -105,49 +103,61 @@ def bosch(
     layers, heads = evaluate.shape
     if optimizer == "nomad":
         require_nomad()
+    target = windowed_count(ratio, layers * heads)
     original, windowed = evaluate(np.ones(evaluate.shape, bool)), evaluate(np.zeros(evaluate.shape, bool))
-    low, high = windowed.value, (1 + gamma) * original.value
+    low, high = windowed.value, (1 + gamma) * original.value  # a and b of Eq. 2
     if high <= low:
         raise ConfigError(
             f"full attention scores {original.value:.1%} and windows everywhere {windowed.value:.1%}: there is nothing "
             "to search for; take prompts that the model answers"
         )
-    run = _Run(evaluate, iterations, seed, optimizer, lambda s: (s.value - low) / (high - low), progress)  # Eq. 2
-    target = windowed_count(ratio, layers * heads)
-    everything = np.ones(evaluate.shape, bool)
+    run = _Subproblems(evaluate, iterations, seed, optimizer, low, high, progress)
+    ends = (original, windowed, target)
     if variant == "layer":
-        run.expect(num_candidates(layers, layers - windowed_count(ratio, layers), iterations * layers))
-        full = run.whole_layers(everything, windowed_count(ratio, layers))
-        return Selection(full, evaluate(full), original, windowed, target)
-    if variant == "multi":
-        groups = _split(range(layers - 1, -1, -1), group_layers)
-    else:
-        groups = [[layer] for layer in range(layers - 1, -1, -1)]
-
-    # Stage 1 (Algorithm 1): from the top layer down, each with the layers above it already windowed.
-    counts = [windowed_count(ratio, len(group) * heads) for group in groups]
-    run.expect(run.candidates(groups, counts), later=iterations * layers if variant in _STAGED else 0)
-    probed = everything
-    best, rise = np.zeros(layers), np.zeros(layers)
-    for group, count in zip(groups, counts, strict=True):
-        before = evaluate(probed).log_likelihood
-        probed, found = run.heads(probed, group, count, stage=1)
-        best[group] = found.score.value
-        rise[group] = before - np.mean([score.log_likelihood for score in found.tried])
-    if variant not in _STAGED:
-        return Selection(probed, evaluate(probed), original, windowed, target, layer_scores=best)
-
+        count = windowed_count(ratio, layers)
+        run.expect(num_candidates(layers, layers - count, iterations * layers))
+        full = run.whole_layers(np.ones(evaluate.shape, bool), count)
+        return Selection(full, evaluate(full), *ends)
+    groups = _split(range(layers - 1, -1, -1), group_layers if variant == "multi" else 1)
+    staged = variant in ("bosch", "swaps")  # all stages of the paper
+    probed, best, rise = _stage_1(run, groups, ratio, later=iterations * layers if staged else 0)
+    if not staged:
+        return Selection(probed, evaluate(probed), *ends, layer_scores=best)
     weights = layer_weights(best, original.value)
     layer_counts = adaptive_counts(weights, rise, heads, target)
     full = _stage_3(run, _easy_to_hard(weights, rise), layer_counts, probed, group_layers)
     if variant == "swaps":
         order = np.random.default_rng([seed, 4]).permutation(full.size)
         full = run.swaps(with_ones(full.ravel(), full.size - target, order).reshape(full.shape))
-    return Selection(full, evaluate(full), original, windowed, target, best, weights, layer_counts)
+    return Selection(full, evaluate(full), *ends, best, weights, layer_counts)
+
+
+def _stage_1(
+    run: _Subproblems, groups: Sequence[list[int]], ratio: float, later: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Algorithm 1: from the top layers down, each group of layers with those above it already windowed.
+
+    Args:
+      later: candidates that the stages after this one look at, for the progress.
+
+    Returns:
+      The heads that stay full [L, K]; of each layer [L] the best score, and how far all that was tried made the
+      likelihood fall.
+    """
+    full = np.ones(run.evaluate.shape, bool)
+    counts = [windowed_count(ratio, len(group) * full.shape[1]) for group in groups]
+    run.expect(run.candidates(groups, counts), later)
+    best, rise = np.zeros(len(full)), np.zeros(len(full))
+    for group, count in zip(groups, counts, strict=True):
+        before = run.evaluate(full).log_likelihood
+        full, found = run.heads(full, group, count, stage=1)
+        best[group] = found.score.value
+        rise[group] = before - np.mean([score.log_likelihood for score in found.tried])
+    return full, best, rise
 
 
 def _stage_3(
-    run: _Run, easy: np.ndarray, layer_counts: np.ndarray, probed: np.ndarray, group_layers: int
+    run: _Subproblems, easy: np.ndarray, layer_counts: np.ndarray, probed: np.ndarray, group_layers: int
 ) -> np.ndarray:
     """Algorithm 3: layers of one ratio together, from the most windowed to the least; each search starts from `probed`.
 
@@ -234,21 +244,19 @@ def _settle(rank: np.ndarray, steps: Sequence[int], easy: np.ndarray, target: in
     return np.array(plans[min(plans, key=lambda count: (abs(target - count), plans[count]))][2])
 
 
-class _Run:
+@dataclasses.dataclass
+class _Subproblems:
     """What the subproblems of one run share."""
 
-    def __init__(
-        self,
-        evaluate: MaskEvaluator,
-        iterations: int,
-        seed: int,
-        optimizer: Optimizer,
-        normalise: Callable[[Score], float],
-        progress: Callable[[int, int], None] | None,
-    ):
-        self.evaluate, self.iterations, self.seed = evaluate, iterations, seed
-        self.optimizer, self.normalise, self.progress = optimizer, normalise, progress
-        self.done = self.total = 0
+    evaluate: MaskEvaluator
+    iterations: int
+    seed: int
+    optimizer: Optimizer
+    low: float  # a of Eq. 2
+    high: float  # b
+    progress: Callable[[int, int], None] | None
+    done: int = 0
+    total: int = 0
 
     def expect(self, now: int, later: int = 0) -> None:
         self.total = self.done + now + later
@@ -263,7 +271,7 @@ class _Run:
 
     def heads(
         self, full: np.ndarray, group: list[int], count: int, *, stage: int, hint: np.ndarray | None = None
-    ) -> tuple[np.ndarray, Found]:
+    ) -> tuple[np.ndarray, Optimum]:
         """Window `count` of the heads of the layers `group`, the rest of `full` [L, K] staying; start from `hint`."""
 
         def with_bits(bits: np.ndarray) -> np.ndarray:
@@ -295,8 +303,11 @@ class _Run:
 
     def _search(
         self, with_bits: Callable[[np.ndarray], np.ndarray], begin: np.ndarray, budget: int, rng: np.random.Generator
-    ) -> Found:
-        return search(self._scored(with_bits), begin, budget, rng, optimizer=self.optimizer, normalise=self.normalise)
+    ) -> Optimum:
+        return search(self._scored(with_bits), begin, budget, rng, optimizer=self.optimizer, normalise=self._normalised)
+
+    def _normalised(self, score: Score) -> float:
+        return (score.value - self.low) / (self.high - self.low)
 
     def _scored(self, with_bits: Callable[[np.ndarray], np.ndarray]) -> ScoreBits:
         def score(bits: np.ndarray) -> Score:

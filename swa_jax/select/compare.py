@@ -36,120 +36,108 @@ from swa_jax.select.task import Task
 Row = Mapping[str, Any]
 
 
-def compare(
-    model: Decoder,
-    patterns: Sequence[tuple[str, AttentionPattern]],
-    held_out: Sequence[Example],
-    out: Path,
-    *,
-    methods: Sequence[str] = (),
-    ratios: Sequence[float] = (),
-    seeds: Sequence[int] = (),
-    draw: Callable[[int], Sequence[Example]],
-    window: Window = OWN,
-    eval_window: int | None = None,
-    iterations: int = 100,
-    by: By = "answers",
-    batch_size: int = 8,
-    weights: str | None = None,
-    settings: Mapping[str, Any],
-    force: bool = False,
-    report: Callable[[str], None] = lambda _: None,
-    progress: Callable[..., None] = lambda *_: None,
-) -> list[dict[str, Any]]:
-    """Rows for `patterns`, then for each method, seed and ratio; written to `out` as they come, found there again.
+@dataclasses.dataclass
+class Comparison:
+    """`Comparison(...)(patterns)`: the rows of these patterns, and of what methods choose by other prompts.
 
-    Args:
+    Attributes:
       held_out: the prompts that all patterns are scored on; draw: those that methods choose by, of a seed.
       out: a folder for `results.json` and `patterns/`; what methods chose there before, with the same settings on the
         same content, comes with the rows.
+      settings: how the prompts came about, plain JSON values.
       ratios: shares of windowed KV heads, each reached by every method for every seed.
       window: of what methods choose, and while they choose; what it does not give is the model's own, and a size is
         needed with `methods` alone. eval_window: the size while scored; None: the same.
-      weights: the sum of the weights, as in `content_key`; settings: how the prompts came about, plain JSON values.
-      by: BOSCH's; force: let methods choose also where the prompts do not tell `full` and `window` apart.
+      iterations, by: BOSCH's; force: let methods choose also where the prompts do not tell `full` and `window` apart.
+      weights: the sum of the weights, as in `content_key`.
       report: called with a line for each row; progress: with (patterns scored, those to be scored), without what is
         found in `out`, and while a method chooses also with a text that says how far it has come.
-
-    Raises:
-      ConfigError: `out` holds something else; what a method refuses; or the prompts tell nothing.
     """
-    scored_on = content_key(model, held_out, weights=weights)
-    window = window.of(model.pattern.window, needed=bool(methods))
-    choice = {"sliding_window": None, **window.fields, "eval_window": eval_window, "iterations": iterations, "by": by}
-    results = _Results(out / "results.json", digest([scored_on, choice, dict(settings)]))
-    draws = {seed: draw(seed) for seed in (seeds if methods else ())}
-    scoring = [scored_on, window.size, window.sink_tokens, window.full_decode, by]
-    masks = {seed: digest([*scoring, examples_sum(drawn)]) for seed, drawn in draws.items()}
-    keys = {name: digest([scored_on, _content(pattern)]) for name, pattern in patterns}
-    chosen_keys = {
-        (method, ratio, seed): digest([masks[seed], choice, method, ratio, seed])
-        for seed, method, ratio in itertools.product(draws, methods, ratios)
-    }
-    missing = {key for key in [*keys.values(), *chosen_keys.values()] if results.find(key) is None}
-    about = {"scored_on": scored_on, "settings": dict(settings) | choice}
-    total, every = len(missing), len({*keys.values(), *chosen_keys.values()})
-    tell_found(results.file, every - total, every, "patterns", report)
-    measure = _Measurement(model, held_out, eval_window, batch_size, about, results, total, report, progress)
-    rows = [
-        results.find(keys[name], name=name) or measure(keys[name], pattern, pattern, name=name)
-        for name, pattern in patterns
-    ]
-    _check_separation({row["name"]: row for row in rows}, by, bool(methods) and not force, report)
-    for seed, drawn in draws.items():
-        task = Task(model, drawn, window, batch_size, seed, weights=weights, force=force)
-        for method in methods:
-            wanted = {ratio: key for ratio in ratios if (key := chosen_keys[method, ratio, seed]) in missing}
-            if wanted:
-                measure.choose(method, task, wanted, out / f"{masks[seed][:8]}.jsonl", iterations=iterations, by=by)
-    results.write_patterns(out / "patterns")
-    results.note_others(report)
-    return [*rows, *results.chosen]
-
-
-@dataclasses.dataclass
-class _Measurement:
-    """Scores patterns on the held-out prompts, one row after another."""
 
     model: Decoder
     held_out: Sequence[Example]
-    eval_window: int | None  # of what methods choose; None: their own
-    batch_size: int
-    about: Mapping[str, Any]  # goes into every row
-    results: _Results
-    total: int  # patterns to be scored
-    report: Callable[[str], None]
-    progress: Callable[..., None]
-    done: int = 0
+    out: Path
+    draw: Callable[[int], Sequence[Example]]
+    settings: Mapping[str, Any]
+    methods: Sequence[str] = ()
+    ratios: Sequence[float] = ()
+    seeds: Sequence[int] = ()
+    window: Window = OWN
+    eval_window: int | None = None
+    iterations: int = 100
+    by: By = "answers"
+    batch_size: int = 8
+    weights: str | None = None
+    force: bool = False
+    report: Callable[[str], None] = lambda _: None
+    progress: Callable[..., None] = lambda *_: None
 
-    def __call__(self, key: str, pattern: AttentionPattern, chosen: AttentionPattern, **names: Any) -> dict[str, Any]:
+    def __post_init__(self) -> None:
+        self.window = self.window.of(self.model.pattern.window, needed=bool(self.methods))
+        self._scored_on = content_key(self.model, self.held_out, weights=self.weights)
+        named = {"eval_window": self.eval_window, "iterations": self.iterations, "by": self.by}
+        self._choice = {"sliding_window": None, **self.window.fields, **named}
+        self._done = self._total = 0
+
+    def __call__(self, patterns: Sequence[tuple[str, AttentionPattern]]) -> list[dict[str, Any]]:
+        """Rows for `patterns`, then for each method, seed and ratio; written to `out` as they come, found there again.
+
+        Raises:
+          ConfigError: `out` holds something else; what a method refuses; or the prompts tell nothing.
+        """
+        scored_on, choice = self._scored_on, self._choice
+        results = self._results = _Rows(self.out / "results.json", digest([scored_on, choice, dict(self.settings)]))
+        draws = {seed: self.draw(seed) for seed in (self.seeds if self.methods else ())}
+        scoring = [scored_on, self.window.size, self.window.sink_tokens, self.window.full_decode, self.by]
+        masks = {seed: digest([*scoring, examples_sum(drawn)]) for seed, drawn in draws.items()}
+        keys = {name: digest([scored_on, _content(pattern)]) for name, pattern in patterns}
+        chosen_keys = {
+            (method, ratio, seed): digest([masks[seed], choice, method, ratio, seed])
+            for seed, method, ratio in itertools.product(draws, self.methods, self.ratios)
+        }
+        every = {*keys.values(), *chosen_keys.values()}
+        missing = {key for key in every if results.find(key) is None}
+        self._done, self._total = 0, len(missing)
+        tell_found(results.file, len(every) - self._total, len(every), "patterns", self.report)
+        rows = [
+            results.find(keys[name], name=name) or self._score(keys[name], pattern, pattern, name=name)
+            for name, pattern in patterns
+        ]
+        refuse = bool(self.methods) and not self.force
+        _check_separation({row["name"]: row for row in rows}, self.by, refuse, self.report)
+        for seed, drawn in draws.items():
+            task = Task(self.model, drawn, self.window, self.batch_size, seed, weights=self.weights, force=self.force)
+            for method in self.methods:
+                wanted = {ratio: key for ratio in self.ratios if (key := chosen_keys[method, ratio, seed]) in missing}
+                if wanted:
+                    self._choose(method, task, wanted)
+        results.write_patterns(self.out / "patterns")
+        results.note_others(self.report)
+        return [*rows, *results.chosen]
+
+    def _score(self, key: str, pattern: AttentionPattern, chosen: AttentionPattern, **names: Any) -> dict[str, Any]:
         """The row of `pattern`, which `chosen` is under the window of scoring."""
         scores = _score(self.model, self.held_out, pattern, self.batch_size)
-        row = names | scores | {"pattern": json.loads(chosen.to_json()), **self.about}
+        about = {"scored_on": self._scored_on, "settings": dict(self.settings) | self._choice}
+        row = names | scores | {"pattern": json.loads(chosen.to_json()), **about}
         self.report(f"{_title(row)}: {100 * row['needle_accuracy']:.1f} % found")
-        self.done += 1
-        self.progress(self.done, self.total)
-        return self.results.add(key, row)
+        self._done += 1
+        self.progress(self._done, self._total)
+        return self._results.add(key, row)
 
-    def choose(self, method: str, task: Task, keys: Mapping[float, str], kept: Path, **options: Any) -> None:
-        """Let a method choose at each ratio of `keys`, and score that, under `eval_window` if that is given.
-
-        `kept` names the file of a search's scores; of `options`, a method takes what it has.
-        """
+    def _choose(self, method: str, task: Task, keys: Mapping[float, str]) -> None:
+        """Let a method choose at each ratio of `keys`, and score that, under `eval_window` if that is given."""
         row = find_method(method)
-        task.file = row.keeps and kept.with_stem(f"scores-{row.keeps}-{task.seed}-{kept.stem}")
-        task.progress = self.while_choosing(f"{method}, seed {task.seed}")
-        own = {name: value for name, value in options.items() if name in row.options}
+        task.file = self.out / "scores.jsonl" if row.keeps else None
+        says = f"{method}, seed {task.seed} chooses"
+        task.progress = lambda step, steps: self.progress(self._done, self._total, f"{says}: {step}/{steps}")
+        own = {name: self._choice[name] for name in ("iterations", "by") if name in row.options}
         for (ratio, key), pattern in zip(keys.items(), choose(method, task, list(keys), **own), strict=True):
             scored = pattern.with_window(Window(self.eval_window))
-            self(key, scored, pattern, name=method, ratio=ratio, seed=task.seed)
-
-    def while_choosing(self, method: str) -> Callable[[int, int], None]:
-        """Takes how far a method has come with its choice."""
-        return lambda step, steps: self.progress(self.done, self.total, f"{method} chooses: {step}/{steps}")
+            self._score(key, scored, pattern, name=method, ratio=ratio, seed=task.seed)
 
 
-class _Results:
+class _Rows:
     """The rows of `results.json`, found by their content; none is ever taken away."""
 
     def __init__(self, file: Path, comparison: str):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from flax import nnx
 
-from swa_jax.base.files import digest
+from swa_jax.base.files import Store, digest
 from swa_jax.base.settings import to_dict
 from swa_jax.checkpoint.folder import fetch
 from swa_jax.evaluate.examples import Example
@@ -38,6 +39,11 @@ def content_key(
         "examples": examples_sum(examples),
         **options,
     }
+
+
+def score_store(file: Path | None, kind: str, model: Decoder, examples: Sequence[Example], **content: Any) -> Store:
+    """The scores of one content (see `content_key`) in a file, which may keep those of others too."""
+    return Store(file, kind, part="" if file is None else digest(content_key(model, examples, **content)))
 
 
 def examples_sum(examples: Sequence[Example]) -> str:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from flax import nnx
 
-from swa_jax.base.files import Store
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import AnswerScores, answer_batches, score_batch
 from swa_jax.model.attention import layer_plan
@@ -23,7 +22,7 @@ from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import HYBRID
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import OWN, Window
-from swa_jax.select.content import content_key
+from swa_jax.select.content import score_store
 from swa_jax.select.gates import gate_gradient
 from swa_jax.select.separation import By
 
@@ -42,13 +41,12 @@ class MaskEvaluator:
       window: that of the windowed heads; what it does not give is the model's own.
       by: "loss" scores a mask by the geometric mean of the probabilities of the answers' tokens, an example's mean
         counting as one. The paper's accuracy says nothing where a model gets few answers right, or all of them.
-      file: a JSON file that keeps the scores, written as they come. An interrupted search that is started
-        again finds them there.
+      file: keeps the scores, written as they come, by their content (see `content_key`): the same search goes on from
+        there, any other begins anew beside them.
       weights: with `file`, the sum of the weights, as in `content_key`. None computes it from the model's arrays.
 
     Raises:
-      ConfigError: no window; no examples, or one with an empty prompt or answer; or `file` holds scores of other
-        weights, another configuration or dtype, other examples, another window or other sink tokens.
+      ConfigError: no window; no examples, or one with an empty prompt or answer; or `file` holds something else.
     """
 
     def __init__(
@@ -69,9 +67,8 @@ class MaskEvaluator:
         self._pattern = AttentionPattern((HYBRID,) * self.shape[0], **self.window.fields)
         self._batches = list(answer_batches(examples, batch_size, self.window.full_decode))
         self._graph, self._weights = nnx.split(model.with_pattern(self._pattern))
-        options = self.window.fields | {"by": by}
-        content = {} if file is None else content_key(model, examples, weights=weights, **options)
-        self._known = Store(file, "scores of masks", content)
+        content: dict[str, Any] = self.window.fields | {"by": by, "weights": weights}
+        self._known = score_store(file, "scores of masks", model, examples, **content)
 
     @property
     def num_evaluations(self) -> int:

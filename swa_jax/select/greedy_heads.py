@@ -7,29 +7,14 @@ The heads of largest gain are scored one at a time, the best stay full, and the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 
 from swa_jax.select.evaluator import MaskEvaluator
 from swa_jax.select.nll import GRADIENT_PASSES, TRIED, shares
+from swa_jax.select.task import Ranking
 
 ROUNDS = 16  # at most: where more heads stay full, a round takes several
-
-
-class Heads(NamedTuple):
-    """Heads in the order in which they were chosen."""
-
-    order: list[tuple[int, int]]  # (layer, KV head)
-    gradients: list[list[list[float]]]  # of each round [L][K], nats a token
-    shape: tuple[int, int]
-
-    def mask(self, count: int) -> np.ndarray:
-        """[L, K] bool: the first `count` of them are full."""
-        full = np.zeros(self.shape, bool)
-        for head in self.order[:count]:
-            full[head] = True
-        return full
 
 
 def greedy_heads(
@@ -39,7 +24,7 @@ def greedy_heads(
     tried: int = TRIED,
     rounds: int = ROUNDS,
     progress: Callable[[int, int], None] | None = None,
-) -> Heads:
+) -> Ranking:
     """The `count` heads that help the answers most, each beside those before it.
 
     Args:
@@ -58,9 +43,9 @@ def greedy_heads(
         if progress:
             progress(done, total)
 
-    found = Heads([], [], evaluate.shape)
+    found, gradients = Ranking([], evaluate.shape, {}), []
+    full = np.zeros(evaluate.shape, bool)
     for take in takes:
-        full = found.mask(count)
         gradient = evaluate.gate_gradient(full)
         advance(GRADIENT_PASSES)
         order = np.argsort(np.where(full, np.inf, -gradient), axis=None, kind="stable")
@@ -74,5 +59,6 @@ def greedy_heads(
         for place in np.argsort(-np.array(gains), kind="stable")[:take]:
             layer, head = np.unravel_index(named[place], evaluate.shape)
             found.order.append((int(layer), int(head)))
-        found.gradients.append(gradient.tolist())
-    return found
+            full[layer, head] = True
+        gradients.append(gradient.tolist())
+    return found._replace(provenance={"gradients": gradients})

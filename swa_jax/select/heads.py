@@ -49,22 +49,6 @@ def head_mask(pattern: AttentionPattern, num_kv_heads: int) -> np.ndarray:
     return full
 
 
-def window_most_local(scores: ArrayLike, ratio: float, *, larger_is_local: bool) -> np.ndarray:
-    """The mask [L, K] that windows the most local heads of all layers together (BOSCH, Section B.3).
-
-    Args:
-      scores: [L, K]; between equals the lower layer, then the lower head, is windowed first.
-    """
-    scores = np.asarray(scores, np.float64)
-    if not np.isfinite(scores).all():
-        layer, head = np.argwhere(~np.isfinite(scores))[0]
-        raise ConfigError(f"the score of KV head {head} in layer {layer} is not finite")
-    order = np.argsort((-scores if larger_is_local else scores).ravel(), kind="stable")
-    full = np.ones(scores.size, bool)
-    full[order[: windowed_count(ratio, scores.size)]] = False
-    return full.reshape(scores.shape)
-
-
 def heuristic_mask(kind: Heuristic, num_layers: int, num_kv_heads: int, ratio: float, seed: int = 0) -> np.ndarray:
     """The paper's layer-level heuristics at an exact number of heads, and heads drawn at random: [L, K].
 

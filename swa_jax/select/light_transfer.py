@@ -7,7 +7,6 @@ queries and heads, under full attention. Lazy layers are windowed. SWAA looks at
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
@@ -16,7 +15,6 @@ import numpy as np
 from flax import nnx
 
 from swa_jax.base.errors import ConfigError
-from swa_jax.base.estimates import Estimate, bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import answer_batches
 from swa_jax.model.decoder import Decoder
@@ -24,25 +22,6 @@ from swa_jax.select.attention_rows import Heads, logits_of
 from swa_jax.select.static import check_softmax, layer_statistics
 
 LAST_QUERIES, SINK_TOKENS, RECENT_KEYS = 32, 4, 1020
-
-
-@dataclasses.dataclass(frozen=True)
-class LazyRatios:
-    """How much of its attention each layer keeps near and at the start, example by example."""
-
-    ratios: np.ndarray  # [N, L] f64, from 0 to 1; larger = needs full attention less
-    last_queries: int
-    num_sink_tokens: int
-    recent_keys: int
-
-    @property
-    def mean(self) -> np.ndarray:
-        """The mean over examples: [L]."""
-        return self.ratios.mean(0)
-
-    def intervals(self, seed: int = 0) -> list[Estimate]:
-        """Each layer's mean ratio with its 95 % bootstrap interval over examples."""
-        return [bootstrap(column, seed=seed) for column in self.ratios.T]
 
 
 def lazy_ratios(
@@ -54,8 +33,10 @@ def lazy_ratios(
     recent_keys: int = RECENT_KEYS,
     batch_size: int = 8,
     progress: Callable[[int, int], None] | None = None,
-) -> LazyRatios:
-    """The lazy ratio of every layer, from one pass under full attention. Only the prompts of the examples are used.
+) -> np.ndarray:
+    """The lazy ratio of every layer for each example, from one pass under full attention: [N, L] f64, from 0 to 1.
+
+    Larger means that full attention is needed less. Only the prompts of the examples are used.
 
     Args:
       last_queries: how many last queries of a prompt are looked at; all of a shorter prompt.
@@ -85,7 +66,7 @@ def lazy_ratios(
         ratios[index] = np.asarray(values, np.float64).mean(-1).T[: len(index)]  # [L, B, H] -> [B, L]
         if progress:
             progress(done + 1, len(batches))
-    return LazyRatios(ratios, last_queries, num_sink_tokens, recent_keys)
+    return ratios
 
 
 def lazy_ratio(heads: Heads, settings: tuple[int, int, int]) -> jax.Array:

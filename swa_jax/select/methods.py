@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import numpy as np
 
 from swa_jax.base.errors import ConfigError
+from swa_jax.base.estimates import bootstrap
 from swa_jax.base.files import tell_found
 from swa_jax.base.settings import nearest
 from swa_jax.model.window import Window
@@ -128,10 +129,8 @@ def _nll_heads(
     evaluate = _masks(task, "loss")
     total = math.prod(evaluate.shape)
     most = max(1, *(num_full(ratio, total) for ratio in ratios))
-    found = greedy_heads(
-        evaluate, most, tried=total if tried == 0 else tried or TRIED, rounds=rounds or ROUNDS, progress=task.progress
-    )
-    return Ranking(found.order, evaluate.shape, {"gradients": found.gradients})
+    named = total if tried == 0 else tried or TRIED
+    return greedy_heads(evaluate, most, tried=named, rounds=rounds or ROUNDS, progress=task.progress)
 
 
 def _light_transfer(
@@ -158,9 +157,9 @@ def _light_transfer(
         batch_size=task.batch_size,
         progress=task.progress,
     )
-    said = {"last_queries": last, "sink_tokens": lazy_sinks, "recent_keys": recent, "scores": lazy.mean.tolist()}
-    intervals = {"intervals": [one.interval for one in lazy.intervals()]}
-    return Ranking(_ranked(-lazy.mean), (len(lazy.mean), 1), said | intervals)
+    mean, intervals = lazy.mean(0), [bootstrap(column).interval for column in lazy.T]
+    said = {"last_queries": last, "sink_tokens": lazy_sinks, "recent_keys": recent}
+    return Ranking(_ranked(-mean), (len(mean), 1), said | {"scores": mean.tolist(), "intervals": intervals})
 
 
 def _bosch(
@@ -211,7 +210,7 @@ def _static(task: Task, ratios: Sequence[float], *, method: Any) -> Ranking:
     scores = static_scores(task.model, task.examples, method, task.window, **options)
     if (scores == scores[0, 0]).all():
         task.refuse("every head has the same score")
-    return _by_scores(scores, LARGER_IS_LOCAL[method])
+    return rank_heads(scores, larger_is_local=LARGER_IS_LOCAL[method])
 
 
 def _gates(
@@ -232,7 +231,7 @@ def _gates(
             seed=task.seed,
             progress=task.progress,
         )
-        mask, said = _by_scores(scores, larger_is_local=False).first(ratio)
+        mask, said = rank_heads(scores, larger_is_local=False).first(ratio)
         found.append((mask, said | {"steps": steps}))
     return found
 
@@ -243,8 +242,8 @@ def _by_place(task: Task, ratios: Sequence[float], *, kind: Any) -> list[Chosen]
     return [(heuristic_mask(kind, *task.shape, ratio, task.seed), {}) for ratio in ratios]
 
 
-def _by_scores(scores: np.ndarray, larger_is_local: bool) -> Ranking:
-    """KV heads by scores [L, K], the most local last; of equals the lower ones are windowed first."""
+def rank_heads(scores: np.ndarray, *, larger_is_local: bool) -> Ranking:
+    """KV heads by scores [L, K], the most local last (BOSCH, Section B.3); of equals the lower are windowed first."""
     order = _ranked((scores if larger_is_local else -scores).ravel())[::-1]
     pairs = [tuple(map(int, np.unravel_index(place, scores.shape))) for place in order]
     return Ranking(pairs, scores.shape, {"scores": scores.tolist(), "larger_is_local": larger_is_local})
@@ -267,7 +266,7 @@ class Method(NamedTuple):
       name: everywhere: of the command, of `compare --method`, in results and in `provenance`.
       by: what the choice goes by; costs: passes over the examples. Both stand in the docs.
       run: its runner; fixed: the runner's arguments that make this method of its family.
-      keeps: what its file of scores holds, if a search may go on from there.
+      keeps: whether it keeps scores in a file, from which a search goes on.
       meshes: whether it runs on several devices.
     """
 
@@ -277,7 +276,7 @@ class Method(NamedTuple):
     costs: str
     run: Callable[..., Ranking | list[Chosen]]
     fixed: Mapping[str, Any] = {}
-    keeps: Literal["layers", "heads", "masks"] | None = None
+    keeps: bool = False
     meshes: bool = False
 
     @property
@@ -290,8 +289,8 @@ class Method(NamedTuple):
 
 
 _ROWS, _SEARCH = "one pass with whole attention rows", "hundreds to thousands of passes"
-_LAYERS: dict[str, Any] = {"keeps": "layers", "meshes": True}
-_BOSCH: dict[str, Any] = {"keeps": "masks"}
+_LAYERS: dict[str, Any] = {"keeps": True, "meshes": True}
+_BOSCH: dict[str, Any] = {"keeps": True}
 _TABLE = (
     Method("nll", "layers", "what making one layer full, all others windowed, does for the answers",
            "(layers + 3) / 2 passes", _nll, **_LAYERS),
@@ -300,7 +299,7 @@ _TABLE = (
     Method("nll-gradient", "layers", "what making one more layer full does, of four that one gradient names",
            "6 to 8 passes for each layer chosen", _nll_greedy, **_LAYERS),
     Method("nll-heads", "KV heads", "what making one more head full does, of four that one gradient names",
-           "8 passes or more a round", _nll_heads, keeps="heads"),
+           "8 passes or more a round", _nll_heads, keeps=True),
     Method("light-transfer", "layers", "how much the last queries look at near keys anyway", "one pass",
            _light_transfer),
     Method("bosch", "KV heads", "a search over which heads are windowed, scored by answers that are right", _SEARCH,
@@ -388,9 +387,3 @@ def choose(method: str, task: Task, ratios: Sequence[float], **options: Any) -> 
         }
         patterns.append(head_pattern(full, task.window, provenance))
     return patterns
-
-
-def methods_table() -> str:
-    """The table as Markdown, for docs/selection.md."""
-    rows = [f"| `{m.name}` | {m.chooses} | {m.by} | {m.costs} |" for m in _TABLE]
-    return "\n".join(["| method | chooses | by | costs |", "|---|---|---|---|", *rows]) + "\n"

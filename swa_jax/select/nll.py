@@ -14,7 +14,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,7 +22,6 @@ from flax import nnx
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.estimates import Estimate, bootstrap
-from swa_jax.base.files import Store
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import AnswerBatch, answer_batches, check_examples
 from swa_jax.model.attention import LayerPlan, layer_plan
@@ -32,7 +31,7 @@ from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition, check_model, state_shardings
 from swa_jax.model.window import OWN, Window
 from swa_jax.select import toggles
-from swa_jax.select.content import content_key
+from swa_jax.select.content import score_store
 from swa_jax.select.gates import gate_gradient
 
 Progress = Callable[[int, int], None]
@@ -75,17 +74,6 @@ class NLLScores:
         return rest[:count]
 
 
-class Options(TypedDict, total=False):
-    """How `LayerScorer` scores; all are optional."""
-
-    batch_size: int
-    reuse: bool
-    toggles_at_once: int
-    partition: Partition | None
-    file: Path | None
-    weights: str | None
-
-
 def nll_scores(
     model: Decoder,
     examples: Sequence[Example],
@@ -94,7 +82,7 @@ def nll_scores(
     num_sink_tokens: int | None = None,
     full_attention_decode: bool = True,
     progress: Progress | None = None,
-    **options: Unpack[Options],
+    **options: Any,
 ) -> np.ndarray:
     """delta_l = L_ans(all windowed) - L_ans(all windowed but layer l): [L] float64; larger = needs full attention more.
 
@@ -111,7 +99,7 @@ def nll_deltas(
     window: Window = OWN,
     *,
     progress: Progress | None = None,
-    **options: Unpack[Options],
+    **options: Any,
 ) -> NLLScores:
     """The same as `nll_scores`, but with the deltas of every example and their intervals."""
     return LayerScorer(model, examples, window, **options)(progress=progress)
@@ -127,20 +115,18 @@ class LayerScorer:
       window: what it does not give is the model's own. Full-attention decode is the paper's setting. A layer that only
         *answer* queries need for looking far back then scores nothing, because they see everything anyway: leave it
         out for a pattern that will run without it.
-      reuse: start from the activations below the layer that is made full. This takes (L + 3) / (2 (L + 1)) of the
-        layer evaluations of L + 1 whole passes, which False makes, and which a model
-        of dense and sparse layers takes. The results are the same up to rounding.
-      toggles_at_once: with `reuse`, how many layers are made full side by side, in one batch of that many times
-        `batch_size` rows. That many layer inputs and one more are in memory, and twice that while they are put
-        together.
+      toggles_at_once: how many layers are made full side by side, in one batch of that many times `batch_size` rows,
+        each from the activations below it. This takes (L + 3) / (2 (L + 1)) of the layer evaluations of L + 1 whole
+        passes, which 0 makes, and which a model of dense and sparse layers takes. The results are the same up to
+        rounding. That many layer inputs and one more are in memory, and twice that while they are put together.
       partition: the mesh on which weights and examples lie. Rows and tokens are rounded up to sizes that divide.
-      file: a JSON file that keeps the scores of finished batches. An interrupted selection continues from it.
+      file: keeps the scores of finished batches, by their content (see `content_key`): the same selection goes on from
+        there, any other begins anew beside them.
       weights: with `file`, the sum of the weights, as in `content_key`. None computes it from the model's arrays.
 
     Raises:
-      ConfigError: no window, neither given nor in the model's pattern; `toggles_at_once` below 1; no examples, or one
-        with an empty prompt or answer; or `file` holds scores of other weights, another configuration or dtype, other
-        examples or other settings.
+      ConfigError: no window, neither given nor in the model's pattern; `toggles_at_once` below 0; no examples, or one
+        with an empty prompt or answer; or `file` holds something else.
     """
 
     def __init__(
@@ -150,15 +136,14 @@ class LayerScorer:
         window: Window = OWN,
         *,
         batch_size: int = 8,
-        reuse: bool = True,
         toggles_at_once: int = 1,
         partition: Partition | None = None,
         file: Path | None = None,
         weights: str | None = None,
     ):
         self.window = window.of(model.pattern.window)
-        if toggles_at_once < 1:
-            raise ConfigError(f"toggles_at_once must be at least 1, got {toggles_at_once}")
+        if toggles_at_once < 0:
+            raise ConfigError(f"toggles_at_once must be at least 0, got {toggles_at_once}")
         check_examples(examples)
         self.num_examples = len(examples)
         self.layers = model.config.num_hidden_layers
@@ -169,8 +154,7 @@ class LayerScorer:
             shardings = state_shardings(self._weights, partition, model.config)
             self._weights = jax.device_put(self._weights, shardings)
         # What is reused goes through the layers one by one, which takes layers that are all alike.
-        reuse = reuse and are_alike(model.config)
-        self._partition, self._reuse, self._at_once = partition, reuse, toggles_at_once
+        self._partition, self._at_once = partition, toggles_at_once if are_alike(model.config) else 0
         # Where the window holds the whole prompt, window and full attention are the same function. Different kernels
         # would still round differently, and ranking that noise is what this avoids: all layers take the full kernel,
         # so that all L + 1 passes are the same program on the same data, and one of them stands for all.
@@ -182,8 +166,8 @@ class LayerScorer:
             if (members := [i for i, one in enumerate(held) if one == short])
             for index, batch in answer_batches([examples[i] for i in members], batch_size, decode, partition)
         ]
-        content = {} if file is None else content_key(model, examples, weights=weights, **self.window.fields)
-        self._store = Store(file, "scores of layers", content)
+        content: dict[str, Any] = self.window.fields | {"weights": weights}
+        self._store = score_store(file, "scores of layers", model, examples, **content)
 
     @property
     def num_known(self) -> int:
@@ -310,7 +294,7 @@ class LayerScorer:
             report(results * share)
 
         arguments = (self._graph, self._weights, batch, self._plan(base), toggled)
-        if self._reuse and toggled:
+        if self._at_once and toggled:
             nll = toggles.reuse(*arguments, toggles_at_once=self._at_once, partition=self._partition, progress=progress)
         else:
             nll = toggles.passes(*arguments, partition=self._partition, progress=progress)

@@ -22,7 +22,7 @@ ALPHA = 100.0  # BOSCH's weight of the penalty in Eq. 5
 ScoreBits = Callable[[np.ndarray], Score]  # bits [n] bool, True = full
 
 
-class Found(NamedTuple):
+class Optimum(NamedTuple):
     """What a search found."""
 
     bits: np.ndarray  # [n] bool
@@ -38,7 +38,7 @@ def search(
     *,
     optimizer: Optimizer = "one-plus-one",
     normalise: Callable[[Score], float] = lambda score: score.value,
-) -> Found:
+) -> Optimum:
     """The best bits [n] with as many ones as `start` has; every candidate where the budget covers them.
 
     Args:
@@ -67,17 +67,17 @@ def with_ones(bits: np.ndarray, ones: int, order: np.ndarray) -> np.ndarray:
     return bits
 
 
-def _brute_force(score: ScoreBits, start: np.ndarray) -> Found:
+def _brute_force(score: ScoreBits, start: np.ndarray) -> Optimum:
     """Between equals the first in lexical order of the full heads."""
     candidates = [
         np.isin(np.arange(start.size), ones) for ones in itertools.combinations(range(start.size), int(start.sum()))
     ]
     tried = [score(bits) for bits in candidates]
     best = max(range(len(tried)), key=tried.__getitem__)
-    return Found(candidates[best], tried[best], tried)
+    return Optimum(candidates[best], tried[best], tried)
 
 
-def _one_plus_one(score: ScoreBits, start: np.ndarray, budget: int, rng: np.random.Generator) -> Found:
+def _one_plus_one(score: ScoreBits, start: np.ndarray, budget: int, rng: np.random.Generator) -> Optimum:
     """The (1+1) evolutionary algorithm (Droste et al., 2002) with swaps, which keep the count, for bit flips.
 
     A child that is no worse replaces its parent, so that the search drifts over ties.
@@ -92,7 +92,7 @@ def _one_plus_one(score: ScoreBits, start: np.ndarray, budget: int, rng: np.rand
         tried.append(score(child))
         if tried[-1] >= best_score:
             best, best_score = child, tried[-1]
-    return Found(best, best_score, tried)
+    return Optimum(best, best_score, tried)
 
 
 def _swap_some(bits: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -108,7 +108,7 @@ def _swap_some(bits: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 def _nomad(
     score: ScoreBits, start: np.ndarray, budget: int, rng: np.random.Generator, normalise: Callable[[Score], float]
-) -> Found:
+) -> Optimum:
     """The paper's optimiser, mesh-adaptive direct search as NOMAD has it, on Eq. 5.
 
     Eq. 5 only fines a wrong count, and a large subproblem can afford the fine. So what is scored is the candidate
@@ -149,7 +149,7 @@ def _nomad(
     if failures:
         raise failures[0]
     best = max(seen, key=lambda bits: seen[bits])
-    return Found(np.frombuffer(best, bool).copy(), seen[best], list(seen.values()))
+    return Optimum(np.frombuffer(best, bool).copy(), seen[best], list(seen.values()))
 
 
 def _scalar(score: Score, normalise: Callable[[Score], float]) -> float:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from swa_jax.select.evaluator import Score
-from swa_jax.select.search import Found, ScoreBits, with_ones
+from swa_jax.select.search import Optimum, ScoreBits, with_ones
 
 DEPTH = 4  # pairs of the ranked heads are tried whose ranks, from 0, add up to less
 DROPPED = (0.25, 0.5, 1.0)  # shares of the full heads that a round of `eliminate` windows; the budget decides which
@@ -29,7 +29,7 @@ class _BudgetSpent(Exception):
 
 def swap_search(
     score: ScoreBits, start: np.ndarray, budget: int, rng: np.random.Generator, random_starts: int = 1
-) -> Found:
+) -> Optimum:
     """The best bits [n] with as many ones as `start` that swaps find from `eliminate`, `start` and random places.
 
     `eliminate` comes first, as it finds most: it may look at half of the budget, or at what ranking every head once
@@ -69,7 +69,7 @@ def swap_search(
             continue
         if bits.tobytes() in seen and seen[bits.tobytes()] > seen[best.tobytes()]:
             best = bits
-    return Found(best, seen[best.tobytes()], list(seen.values()))
+    return Optimum(best, seen[best.tobytes()], list(seen.values()))
 
 
 def eliminate(score: ScoreBits, size: int, ones: int, budget: int | None = None) -> np.ndarray:

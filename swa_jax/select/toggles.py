@@ -114,8 +114,7 @@ def _group(
     """
     model: Decoder = nnx.merge(graph, weights)
     block_graph, stacked = nnx.split(model.layers)
-    layers, size = len(plan.kind), len(toggles)
-    rows, length, width = x.shape
+    layers, size, (rows, length, width) = len(plan.kind), len(toggles), x.shape
     # One stream at a time below `stop`, where they start one after the other; all together above it.
     one, all_of_them = (
         model.context(
@@ -133,22 +132,17 @@ def _group(
         own, row = jax.tree.map(take_own, (stacked, plan))
         return nnx.merge(block_graph, own)(Stream(x), row._replace(kind=jnp.asarray(kind)), context)[0].x
 
-    def take(streams: jax.Array, slot: jax.Array | int) -> jax.Array:
-        return lax.dynamic_index_in_dim(streams, slot, axis=1, keepdims=False)
-
-    def put(streams: jax.Array, slot: jax.Array | int, x: jax.Array) -> jax.Array:
-        streams = lax.dynamic_update_index_in_dim(streams, x, slot, axis=1)
-        return constrain(streams, partition, "batch", None, "sequence", None)
+    put = functools.partial(_put, partition)
 
     def climb(index: jax.Array, streams: jax.Array) -> jax.Array:
         started = jnp.sum(toggles < index)
         streams = lax.cond(
             jnp.any(toggles == index),
-            lambda s: put(s, started + 1, layer(take(s, 0), index, KINDS.index(FULL))),
+            lambda s: put(s, started + 1, layer(_take(s, 0), index, KINDS.index(FULL))),
             lambda s: s,
             streams,
         )
-        step = lambda slot, s: put(s, slot, layer(take(s, slot), index, plan.kind[index]))  # noqa: E731
+        step = lambda slot, s: put(s, slot, layer(_take(s, slot), index, plan.kind[index]))  # noqa: E731
         return lax.fori_loop(0, started + 1, step, streams)
 
     streams = put(jnp.zeros((rows, 1 + size, length, width), x.dtype), 0, x)  # the base in slot 0
@@ -156,9 +150,21 @@ def _group(
     base, toggled = streams[:, 0], streams[:, 1:].reshape(rows * size, length, width)
     toggled = lax.fori_loop(stop, layers, lambda index, x: layer(x, index, plan.kind[index], all_of_them), toggled)
 
-    def score(hidden: jax.Array) -> jax.Array:
-        hidden = jnp.take_along_axis(hidden, batch.queries[:, :, None], axis=1)  # [B, A, d]
-        return answer_loss(model, model.norm(hidden), batch)[0]
-
+    score = functools.partial(_nll, model, batch)
     by_stream = jnp.moveaxis(toggled.reshape(rows, size, length, width), 1, 0)
     return base, jnp.concatenate([score(base)[None], lax.map(score, by_stream)])
+
+
+def _take(streams: jax.Array, slot: jax.Array | int) -> jax.Array:
+    return lax.dynamic_index_in_dim(streams, slot, axis=1, keepdims=False)
+
+
+def _put(partition: Partition | None, streams: jax.Array, slot: jax.Array | int, x: jax.Array) -> jax.Array:
+    streams = lax.dynamic_update_index_in_dim(streams, x, slot, axis=1)
+    return constrain(streams, partition, "batch", None, "sequence", None)
+
+
+def _nll(model: Decoder, batch: AnswerBatch, hidden: jax.Array) -> jax.Array:
+    """Of each row's answer [B], by the last layer's output [B, T, d]."""
+    hidden = jnp.take_along_axis(hidden, batch.queries[:, :, None], axis=1)  # [B, A, d]
+    return answer_loss(model, model.norm(hidden), batch)[0]

@@ -14,12 +14,11 @@ import pytest
 from command_line import fails, run
 from tiny_models import byte_checkpoint, make, start_tokenizer, with_template
 
-from swa_jax.adapt.job import STAGES, Settings, command_line, prepare, tuning
-from swa_jax.adapt.plan import plan_text
+from swa_jax.adapt.estimate import estimate_report, estimate_text
+from swa_jax.adapt.job import STAGES, AdaptOptions, command_line, find_source, prepare, tuning
 from swa_jax.adapt.search import find_space
-from swa_jax.adapt.source import find_source
-from swa_jax.adapt.stages import Results, Run
-from swa_jax.adapt.tasks import Data, Task, compared, doubts, draw_tasks, lost
+from swa_jax.adapt.stages import StageResults, _Stages
+from swa_jax.adapt.tasks import Data, EvalTask, compared, doubts, draw_tasks, lost
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.files import read_json
 from swa_jax.checkpoint.named import bundled
@@ -43,14 +42,12 @@ def source():
 
 
 def small_job(tmp_path, **changes):
-    settings = {"length": 256, "windows": (16,), "examples": 4, "choose_by": 2} | changes
-    return prepare(Settings("recall", tmp_path / "out", 0.3, **settings))
+    settings = {"length": 256, "window": (16,), "examples": 4, "choose_by": 2} | changes
+    return prepare(AdaptOptions("recall", tmp_path / "out", 0.3, **settings))
 
 
 def test_the_model_of_chains_is_asked_for_chains(tmp_path):
-    settings = Settings(
-        "chains", tmp_path / "out", 0.3, length=256, windows=(16,), examples=4, choose_by=2, tune_steps=1
-    )
+    settings = AdaptOptions("chains", tmp_path / "out", 0.3, length=256, window=(16,), examples=4, choose_by=2, tune=1)
     job = prepare(settings)
     assert job.source.bundled == "chains"
     assert [task.name for task in job.tasks.measuring] == ["chains-1", "chains-2", "chains-3", "text"]
@@ -61,7 +58,7 @@ def test_the_model_of_chains_is_asked_for_chains(tmp_path):
     assert [source.kind for source in tuning(job, Path("pattern.json")).stages[0].data] == ["chains", "text"]
     text = tmp_path / "text"
     text.write_text("the quick brown fox\n" * 2000)
-    with_text = prepare(dataclasses.replace(settings, text=(text,), tune_steps=0))
+    with_text = prepare(dataclasses.replace(settings, text=(text,), tune=0))
     assert [task.name for task in with_text.tasks.measuring] == ["needles-1", "needles-4", "text"]
 
 
@@ -121,8 +118,8 @@ def test_the_smallest_budget_that_is_named_can_be_met(source):
 
 def test_the_command_line_of_the_report_is_the_one_given(tmp_path):
     texts = (Path("x"), Path("y"))
-    settings = Settings(
-        "recall", Path("runs/a b"), 0.4, server="vllm", text=texts, windows=(16, 32), tune_steps=3, canary=False
+    settings = AdaptOptions(
+        "recall", Path("runs/a b"), 0.4, server="vllm", text=texts, window=(16, 32), tune=3, canary=False
     )
     assert command_line(settings) == (
         "swa-jax adapt recall 'runs/a b' --kv-budget 0.4 --for vllm --text x --text y --window 16,32 --tune 3 "
@@ -175,7 +172,7 @@ def test_prompts_go_through_the_models_chat_template(byte_tokenizer, tmp_path):
     talking = with_template(plain, tmp_path, "<{{ messages[0].content | trim }}>")
     file = tmp_path / "numbers.txt"
     file.write_text(" ".join(map(str, range(6000))))
-    settings = Settings(str(talking), tmp_path / "out", 0.6, text=(file,), examples=4, choose_by=2)
+    settings = AdaptOptions(str(talking), tmp_path / "out", 0.6, text=(file,), examples=4, choose_by=2)
     opened = {}
     for chat in (None, False):
         job = prepare(dataclasses.replace(settings, chat=chat))
@@ -203,9 +200,9 @@ def test_answers_of_a_file_are_split(tokenizer, tmp_path):
 def test_tasks_that_say_little_are_named_before_the_search():
     examples = [Example([1], [2, 3], ["?"], value=(1,))] * 8
     tasks = [
-        Task("needles", "Needles", "", examples),
-        Task("own", "Answers of a file", "", [dataclasses.replace(one, value=None) for one in examples]),
-        Task("text", "Plain text", "", examples, answers=False),
+        EvalTask("needles", "Needles", "", examples),
+        EvalTask("own", "Answers of a file", "", [dataclasses.replace(one, value=None) for one in examples]),
+        EvalTask("text", "Plain text", "", examples, answers=False),
     ]
     low, high = [1.0] * 8, [2.0] * 8
     original = {
@@ -227,7 +224,7 @@ def test_losses_and_differences_have_the_right_sign():
     before = {"a": {"losses": [1.0, 2.0], "right": [1.0, 1.0]}, "b": {"losses": [3.0, 3.0]}}
     after = {"a": {"losses": [2.0, 3.0], "right": [0.0, 1.0]}, "b": {"losses": [3.5, 3.5]}}
     assert lost(after, before) == pytest.approx(0.75)
-    tasks = [Task("a", "A", "", []), Task("b", "B", "", [], answers=False)]
+    tasks = [EvalTask("a", "A", "", []), EvalTask("b", "B", "", [], answers=False)]
     rows = compared(after, before, tasks)
     assert [(row["task"], row["figure"]) for row in rows] == [("a", "right"), ("a", "losses"), ("b", "losses")]
     assert [row["difference"][0] for row in rows] == [-0.5, 1.0, 0.5]
@@ -329,7 +326,7 @@ def test_a_run_killed_after_every_stage_ends_as_one_that_was_not(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert start(whole).wait() == 0
     # Files of stages that are done, and of stages that are in the middle of their work.
-    inside = {"search": ["adapt/ranked-*.jsonl", "adapt/candidates-*.jsonl"], "tune": ["tuned/checkpoints/*"]}
+    inside = {"search": ["adapt/ranked.jsonl", "adapt/candidates.jsonl"], "tune": ["tuned/checkpoints/*"]}
     kills = 0
     for wanted in [one for stage in STAGES for one in (*inside.get(stage, ()), f"adapt/{stage}.json")]:
         process = start(killed)
@@ -352,7 +349,7 @@ def test_a_run_killed_after_every_stage_ends_as_one_that_was_not(tmp_path):
 
 
 def test_fine_tuning_is_lora_under_the_pattern(tmp_path):
-    job = small_job(tmp_path, tune_steps=7)
+    job = small_job(tmp_path, tune=7)
     config = tuning(job, Path("p.json"))
     assert config.lora is not None
     assert (config.pattern, config.total_steps, config.stages[0].sequence_length) == ("p.json", 7, 256)
@@ -365,29 +362,29 @@ def test_fine_tuning_is_lora_under_the_pattern(tmp_path):
 def test_fine_tuning_on_the_models_own_replies(tmp_path):
     questions = tmp_path / "questions.jsonl"
     questions.write_text('{"prompt": "def f(x):", "answer": " return"}\n{"prompt": "import"}\n')
-    job = small_job(tmp_path, tune_steps=2, tune_prompts=questions, reply_tokens=8)
+    job = small_job(tmp_path, tune=2, tune_prompts=questions, reply_tokens=8)
     config = tuning(job, Path("p.json"))
     (source,) = config.stages[0].data
     assert (source.kind, config.kl_top_k) == ("distilled", 16)
     assert source.files == (str(tmp_path / "out/adapt/replies.jsonl"),)
     assert job.replies.keep == "none"  # not every prompt has an answer
     assert len(job.replies.samples) == 8
-    assert "on 8 replies of the model to the prompts of" in plan_text(job)
+    assert "on 8 replies of the model to the prompts of" in estimate_text(estimate_report(job))
     questions.write_text('{"prompt": "def f(x):", "answer": " return"}\n')
-    other = small_job(tmp_path, tune_steps=2, tune_prompts=questions, reply_tokens=8)
+    other = small_job(tmp_path, tune=2, tune_prompts=questions, reply_tokens=8)
     assert other.replies.keep == "contains"
     assert other.replies.content("") != job.replies.content("")
     for changes, sentence in [
-        ({"tune_steps": 0}, "--tune-prompts is trained on by --tune STEPS"),
+        ({"tune": 0}, "--tune-prompts is trained on by --tune STEPS"),
         ({"tune_data": ("a.txt",)}, "give one of them"),
         ({"tune_prompts": None}, "--reply-tokens is the length of replies to --tune-prompts"),
         (
-            {"tune_prompts": None, "reply_tokens": None, "tune_data": ("a.txt",), "tune_steps": 0},
+            {"tune_prompts": None, "reply_tokens": None, "tune_data": ("a.txt",), "tune": 0},
             "--tune-data is trained on by --tune STEPS",
         ),
         ({"reply_tokens": 300}, "prompt 0 has .* longer than 256: leave it out"),
     ]:
-        given = {"tune_steps": 2, "tune_prompts": questions, "reply_tokens": 8} | changes
+        given = {"tune": 2, "tune_prompts": questions, "reply_tokens": 8} | changes
         with pytest.raises(ConfigError, match=sentence):
             small_job(tmp_path, **given)
 
@@ -420,8 +417,8 @@ def test_text_that_changed_under_its_name_is_trained_on_again(tmp_path):
     text, keys = tmp_path / "text.txt", []
     for content in ("one two three\n", "one two seven\n", "one two three\n"):
         text.write_text(content * 500)
-        job = small_job(tmp_path, tune_steps=2, tune_data=(str(text),))
-        keys.append(Run(job, Results(job.folder, print), "model")._tune_key("search"))
+        job = small_job(tmp_path, tune=2, tune_data=(str(text),))
+        keys.append(_Stages(job, StageResults(job.folder, print), "model")._tune_key("search"))
     assert keys[0] == keys[2] != keys[1]
 
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from swa_jax.adapt import search as search_module
+from swa_jax.adapt.job import find_source
 from swa_jax.adapt.search import EFFORTS, Point, Search, find_space, fitting
-from swa_jax.adapt.source import find_source
-from swa_jax.adapt.tasks import Task
+from swa_jax.adapt.tasks import EvalTask
 from swa_jax.checkpoint.served_cache import Memory
 from swa_jax.evaluate import Example
 from swa_jax.model.window import Window
-from swa_jax.select.greedy_heads import Heads
 from swa_jax.select.nll import NLLScores
+from swa_jax.select.task import Ranking
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_the_search_finds_the_best_and_goes_on_from_its_file(source, tmp_path, m
     count = landscape.scored
     assert search() == first
     assert landscape.scored == count
-    (file,) = tmp_path.glob("candidates-*.jsonl")
+    (file,) = tmp_path.glob("candidates.jsonl")
     file.write_text(file.read_text()[:-9])  # as a killed run leaves it
     assert search() == first
     assert landscape.scored == count + 1
@@ -121,7 +121,7 @@ def ranked(source, tmp_path, monkeypatch, unit, effort, budget=0.45):
     memory = Memory(source.config, source.hf_config, 1024)
     space = find_space(memory, budget, [64], unit)
     example = Example([1] * 9, [2], [])
-    tasks = [Task("a", "", "", [example] * 8), Task("text", "", "", [example] * 2, answers=False)]
+    tasks = [EvalTask("a", "", "", [example] * 8), EvalTask("text", "", "", [example] * 2, answers=False)]
     rest = (8, EFFORTS[effort], 0, lambda _: None, lambda *_: None)
     search = Search(source, tasks, {}, memory, budget, space, tmp_path, "k" * 32, *rest)
     search._rank()
@@ -157,7 +157,7 @@ def test_of_a_deep_model_those_that_a_gradient_names(source, tmp_path, monkeypat
 def test_heads_are_ranked_the_same_way(source, tmp_path, monkeypatch):
     def greedy_heads(evaluate, count, *, tried, rounds, progress):
         order = [(layer, 3) for layer in range(8)] + [(layer, 0) for layer in range(8)]
-        return Heads(order[:count], [[[0.0] * 4] * 8], (8, 4))
+        return Ranking(order[:count], (8, 4), {"gradients": [[[0.0] * 4] * 8]})
 
     monkeypatch.setattr("swa_jax.select.greedy_heads.greedy_heads", greedy_heads)
     search = ranked(source, tmp_path, monkeypatch, "heads", "normal")

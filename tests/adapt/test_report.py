@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from swa_jax.adapt.job import STAGES, Settings, prepare
+from swa_jax.adapt.job import STAGES, AdaptOptions, prepare
 from swa_jax.adapt.report import _candidate, _pattern_words, _signed, summary, verdict, write_report
 from swa_jax.adapt.search import Point, _title
-from swa_jax.adapt.stages import Results
+from swa_jax.adapt.stages import StageResults
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
 
@@ -27,11 +27,18 @@ def row(figure, difference, task="text"):
 
 def candidate(pattern, lost, share):
     return {
-        "layout": "nll", "sliding_window": pattern.sliding_window, "num_sink_tokens": 0,
-        "full_attention_decode": False, "full_layers": list(pattern.full_layers), "lost": lost, "right": 0.9,
-        "full_head_counts": list(pattern.full_head_counts), "bytes": int(share * 2**20), "share": share,
+        "layout": "nll",
+        "sliding_window": pattern.sliding_window,
+        "num_sink_tokens": 0,
+        "full_attention_decode": False,
+        "full_layers": list(pattern.full_layers),
+        "lost": lost,
+        "right": 0.9,
+        "full_head_counts": list(pattern.full_head_counts),
+        "bytes": int(share * 2**20),
+        "share": share,
         "pattern": json.loads(pattern.to_json()),
-    }  # fmt: skip
+    }
 
 
 def figures(first, token):
@@ -64,12 +71,12 @@ def results_of(folder, *, compared, adapted_speed=(0.5, 0.01), tune=None):
         },
         "export": {"describe": ["vllm 0.33.0 runs it as X.\nStart it with: y"], "command": "vllm serve <out>"},
     }
-    return Results(folder, print, found, dict.fromkeys(STAGES, 10.0) | {"canary": 0.0})
+    return StageResults(folder, print, found, dict.fromkeys(STAGES, 10.0) | {"canary": 0.0})
 
 
 @pytest.fixture
 def job(tmp_path):
-    settings = Settings("recall", tmp_path, 0.4, "vllm", length=256, windows=(16,), examples=4, choose_by=2)
+    settings = AdaptOptions("recall", tmp_path, 0.4, "vllm", length=256, window=(16,), examples=4, choose_by=2)
     return prepare(settings)
 
 
@@ -91,6 +98,7 @@ def test_no_loss_beyond_chance_and_the_requests_that_earn_it_back(job):
     assert "window 9: takes at least 90.0%" in page
     assert "<li>Plain text: no difference beyond chance</li>" in page
     assert "fine-tuned" not in page
+    assert page.count(">Task<") == 2
     assert "The receipt to check a server by (canary.json) is not finished." in page
     assert "check_server.py" not in page + text, "it is not there yet"
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from swa_jax.adapt.source import find_source
+from swa_jax.adapt.job import find_source
 from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.served_cache import Memory
 from swa_jax.cli.compare import _counted

@@ -179,24 +179,6 @@ def test_an_interrupted_search_goes_on_and_ends_the_same(model, examples, tmp_pa
     assert again.num_evaluations == whole.num_evaluations
 
 
-def test_scores_of_another_search_are_refused(model, examples, tmp_path):
-    file = tmp_path / "scores.json"
-    first = evaluator(model, examples, file=file)
-    first(np.ones((LAYERS, KV_HEADS), bool))
-    kept = file.read_bytes()
-    with pytest.raises(ConfigError, match=r"scores of masks of other content \(other examples .*name another file"):
-        evaluator(model, examples[::-1], file=file)
-    with pytest.raises(ConfigError, match="sliding_window was 8 there and is 9 here"):
-        MaskEvaluator(model, examples, Window(9), file=file)
-    other = planted_model(noise=0.5, seed=1)
-    with pytest.raises(ConfigError, match="other weights, so that it is of another model"):
-        evaluator(other, examples, file=file)
-    assert file.read_bytes() == kept
-    file.write_text("{}")
-    with pytest.raises(ConfigError, match="holds no scores of masks"):
-        evaluator(model, examples, file=file)
-
-
 def test_the_pattern_says_how_it_was_found(tmp_path):
     file = tmp_path / "masks.json"
     task = Task(
@@ -210,7 +192,7 @@ def test_the_pattern_says_how_it_was_found(tmp_path):
     said = again.provenance
     assert (said["method"], said["seed"], said["data"], said["windowed_heads"]) == ("bosch", 5, "planted", 24)
     assert said["scores"]["chosen"]["value"] == 1
-    assert said["evaluations"] == len(file.read_text().splitlines()) - 1 > 20
+    assert said["evaluations"] == len(file.read_text().splitlines()) > 20
     assert said["seconds"] >= 0
 
 

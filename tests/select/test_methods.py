@@ -10,14 +10,14 @@ from command_line import run
 from planted import KV_HEADS, LAYERS, WINDOW_SIZE, planted_examples, planted_model
 
 from swa_jax.adapt.search import EFFORTS, Point, Search, fitting
-from swa_jax.adapt.tasks import Task as Asked
+from swa_jax.adapt.tasks import EvalTask
 from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.served_cache import Memory
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
 from swa_jax.select import gates
 from swa_jax.select.heads import head_mask
-from swa_jax.select.methods import DEFAULT, METHODS, choose, methods_table
+from swa_jax.select.methods import DEFAULT, METHODS, choose
 from swa_jax.select.task import Ranking, Task
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +72,7 @@ def test_adapt_chooses_what_select_does(model, tmp_path, unit):
     effort = EFFORTS["normal"]._replace(rank_by=16)
     space = SimpleNamespace(start=point, most=full)
     said = (lambda _: None), (lambda *_: None)
-    tasks = [Asked("a", "", "", planted_examples())]
+    tasks = [EvalTask("a", "", "", planted_examples())]
     search = Search(model, tasks, {}, memory, 0.5, space, tmp_path, "k" * 32, 16, effort, 0, *said)
     search._rank()
     task = Task(model, planted_examples(), Window(WINDOW_SIZE), batch_size=16)
@@ -118,6 +118,11 @@ def test_an_unknown_method_names_the_nearest(model):
 
 
 # ---- what docs/selection.md says of methods ----
+
+
+def methods_table() -> str:
+    rows = [f"| `{m.name}` | {m.chooses} | {m.by} | {m.costs} |" for m in METHODS.values()]
+    return "\n".join(["| method | chooses | by | costs |", "|---|---|---|---|", *rows]) + "\n"
 
 
 def advice() -> str:

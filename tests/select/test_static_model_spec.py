@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from flax import nnx
 from tiny_models import LAYER_KINDS, PLAIN
+from whole_attention import whole_attention
 
-from pallas_kernels import alibi_slopes
 from swa_jax.base.errors import ConfigError
 from swa_jax.evaluate import Example
-from swa_jax.model.attention import layer_plan, model_spec
+from swa_jax.model.attention import model_spec
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.generate import generate
 from swa_jax.model.pattern import AttentionPattern
@@ -59,32 +59,6 @@ def model_of(**changes):
     return Decoder(dataclasses.replace(CONFIG, **changes), AttentionPattern.from_recipe("full", 2), rngs=nnx.Rngs(0))
 
 
-def dense(model, tokens, probes):
-    """Logits [T, V] and attention probabilities [L, H, T, T] of one text, by whole matrices; `probes` [L, H, T, T] are
-    added to the probabilities."""
-    config = model.config
-    graph, weights = nnx.split(model.layers)
-    context = model.context(jnp.asarray([tokens]), ("full_attention",))
-    plan = layer_plan(model.pattern, config, ("full_attention",))
-    lag = np.subtract.outer(np.arange(len(tokens)), np.arange(len(tokens)))
-    x, found = model.embed(jnp.asarray([tokens])), []
-    for layer in range(config.num_hidden_layers):
-        block = nnx.merge(graph, jax.tree.map(lambda w, layer=layer: w[layer], weights))
-        row = jax.tree.map(lambda p, layer=layer: p[layer], plan)
-        q, k, v = (t[0] for t in block.attention.qkv(block.attention_input(x), row, context))
-        k, v = (jnp.repeat(t, 2, axis=1) for t in (k, v))
-        scale = config.attention_scale or config.head_dim**-0.5
-        logits = jnp.einsum("thd,shd->hts", q, k, precision="highest") * scale
-        if (cap := config.attention_softcap) is not None:
-            logits = cap * jnp.tanh(logits / cap)
-        if config.uses_alibi:
-            logits += np.asarray(alibi_slopes(3, 1, "press"))[:, None, None] * lag
-        found.append(jax.nn.softmax(jnp.where(lag >= 0, logits, -jnp.inf), axis=-1))
-        mixed = jnp.einsum("hts,shd->thd", found[-1] + probes[layer], v, precision="highest")[None]
-        x, _ = block.after_attention(x, block.attention.output(mixed, block.attention_input(x)), row)
-    return model.logits(model.norm(x))[0], jnp.stack(found)
-
-
 def slow_but(names, fast):
     """All of `names`, those that are not in `fast` marked slow."""
     return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
@@ -95,8 +69,8 @@ def own(request):
     """A model, its logits and its attention probabilities [L, H, T, T] under full attention."""
     model = model_of(**OWN[request.param])
     tokens = EXAMPLES[0].prompt + EXAMPLES[0].answer
-    logits, weights = dense(model, tokens, np.zeros((2, 1, 1, 1)))
-    _, plain = dense(model_of(), tokens, np.zeros((2, 1, 1, 1)))
+    logits, _, weights, _ = whole_attention(model, tokens)
+    plain = whole_attention(model_of(), tokens)[2]
     assert float(jnp.abs(weights - plain).max()) > 0.1  # what the variant changes can be seen
     return model, np.asarray(logits), np.asarray(weights, np.float64)
 
@@ -131,7 +105,7 @@ def test_fisher_masses_are_those_of_the_model(own):
     tokens, begin = EXAMPLES[0].prompt + EXAMPLES[0].answer, len(EXAMPLES[0].prompt)
 
     def loss(probes):
-        log_p = jax.nn.log_softmax(dense(model, tokens, probes)[0])
+        log_p = jax.nn.log_softmax(whole_attention(model, tokens, probes)[0])
         return -log_p[np.arange(begin - 1, LENGTH - 1), jnp.asarray(EXAMPLES[0].answer)].mean()
 
     slope = jax.grad(loss)(jnp.zeros(weights.shape))
@@ -149,7 +123,7 @@ def test_lazy_ratios_are_those_of_the_model(own):
     near = (place[:, None] - place < WINDOW) | (place < SINKS)
     wanted = (weights * near).sum(-1)[:, :, end - LAST : end].mean((1, 2))
     got = lazy_ratios(model, EXAMPLES, last_queries=LAST, num_sink_tokens=SINKS, recent_keys=WINDOW)
-    np.testing.assert_allclose(got.ratios[0], wanted, atol=1e-5)
+    np.testing.assert_allclose(got[0], wanted, atol=1e-5)
 
 
 def twins():

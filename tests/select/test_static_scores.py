@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from planted import PLANTED, WINDOW_SIZE, planted_examples, planted_mask, planted_model
 from tiny_models import PLAIN
+from whole_attention import whole_attention
 
 from pallas_kernels import AttentionSpec
 from swa_jax.base.errors import ConfigError
@@ -21,7 +22,8 @@ from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
 from swa_jax.select import attention_rows, static
 from swa_jax.select.attention_rows import Heads
-from swa_jax.select.heads import compare_masks, head_mask, head_pattern, heuristic_mask, swap_back, window_most_local
+from swa_jax.select.heads import compare_masks, head_mask, head_pattern, heuristic_mask, swap_back
+from swa_jax.select.methods import rank_heads
 from swa_jax.select.static import LARGER_IS_LOCAL, OF_THE_PAPER, STATISTICS, static_scores
 
 WINDOW = 100
@@ -50,32 +52,9 @@ def several_blocks(monkeypatch):
     jax.clear_caches()
 
 
-def dense(model, tokens, probes):
-    """One text [T] through the model with whole attention matrices: logits [T, V], and [L, H, T, T] probabilities."""
-    graph, weights = nnx.split(model.layers)
-    group = CONFIG.num_attention_heads // CONFIG.num_key_value_heads
-    plan, context = static._full_attention(model, jnp.ones((1, len(tokens)), jnp.int32))
-    causal = np.tril(np.ones((len(tokens), len(tokens)), bool))
-    x, all_logits, all_weights, queries = model.embed(jnp.asarray(tokens)[None]), [], [], []
-    for layer in range(CONFIG.num_hidden_layers):
-        block = nnx.merge(graph, jax.tree.map(lambda w, layer=layer: w[layer], weights))
-        row = jax.tree.map(lambda p, layer=layer: p[layer], plan)
-        q, k, v = block.attention.qkv(block.attention_input(x), row, context)
-        k, v = (jnp.repeat(t, group, axis=2) for t in (k, v))
-        logits = jnp.einsum("bthd,bshd->hts", q, k, precision="highest") / np.sqrt(CONFIG.head_dim)
-        weights_ = jax.nn.softmax(jnp.where(causal, logits, -jnp.inf), axis=-1)
-        all_logits.append(logits)
-        all_weights.append(weights_)
-        queries.append(q[0])
-        mixed = jnp.einsum("hts,bshd->bthd", weights_ + probes[layer], v, precision="highest")
-        x, _ = block.after_attention(x, block.attention.output(mixed, block.attention_input(x)), row)
-    return model.logits(model.norm(x))[0], jnp.stack(all_logits), jnp.stack(all_weights), jnp.stack(queries)
-
-
 @functools.cache
 def _dense_tokens(model, tokens):
-    probes = jnp.zeros((CONFIG.num_hidden_layers, 1, 1, 1))
-    _, logits, weights, q = dense(model, list(tokens), probes)
+    _, logits, weights, q = whole_attention(model, tokens)
     return tuple(np.asarray(x, np.float64) for x in (logits, weights, q))
 
 
@@ -149,7 +128,7 @@ def dense_fisher(model, examples):
         length = len(tokens)
 
         def loss(probes, tokens=tokens, e=e):
-            log_p = jax.nn.log_softmax(dense(model, tokens, probes)[0])
+            log_p = jax.nn.log_softmax(whole_attention(model, tokens, probes)[0])
             return -log_p[np.arange(len(e.prompt) - 1, len(tokens) - 1), jnp.asarray(e.answer)].mean()
 
         slope = jax.jit(jax.grad(loss))(
@@ -178,7 +157,7 @@ def test_a_head_that_looks_far_back_stays_full(method):
     heads = Heads(jnp.asarray(queries), jnp.asarray(keys), jnp.array([length]), AttentionSpec())
     scores = np.asarray(STATISTICS[method](heads, back if method == "razor" else 4))
     scores = scores.max(-1) if method == "razor" else scores
-    full = window_most_local(scores, 0.5, larger_is_local=LARGER_IS_LOCAL[method])
+    full = rank_heads(scores, larger_is_local=LARGER_IS_LOCAL[method]).first(0.5)[0]
     np.testing.assert_array_equal(full, [[False, True]])
 
 
@@ -231,7 +210,7 @@ def test_only_what_the_answers_depend_on_points_at_the_planted_heads(method, hit
     # They look far from one token in 48 and say nothing to others, so that averages over queries pass them by.
     model, examples = planted_model(), planted_examples()
     scores = static_scores(model, examples, method, Window(WINDOW_SIZE), batch_size=16)
-    full = window_most_local(scores, 1 - len(PLANTED) / scores.size, larger_is_local=LARGER_IS_LOCAL[method])
+    full = rank_heads(scores, larger_is_local=LARGER_IS_LOCAL[method]).first(1 - len(PLANTED) / scores.size)[0]
     assert full.sum() == len(PLANTED)
     assert int((full & planted_mask()).sum()) in hits
 
@@ -260,15 +239,18 @@ def test_32k_tokens_take_less_than_2_gb(method):
 
 def test_ranking_windows_the_most_local_heads_and_keeps_the_count():
     scores = np.array([[0.1, 0.9, 0.5], [0.5, 0.2, 0.9]])
-    assert window_most_local(scores, 0.5, larger_is_local=True).tolist() == [[True, False, False], [True, True, False]]
-    assert (~window_most_local(scores, 0.5, larger_is_local=False)).tolist() == [
+    assert rank_heads(scores, larger_is_local=True).first(0.5)[0].tolist() == [
+        [True, False, False],
+        [True, True, False],
+    ]
+    assert (~rank_heads(scores, larger_is_local=False).first(0.5)[0]).tolist() == [
         [True, False, True],
         [False, True, False],
     ]
-    assert window_most_local(scores, 0.51, larger_is_local=True).sum() == 2  # rounded up
-    assert (~window_most_local(np.zeros((2, 5)), 0.7, larger_is_local=True)).sum() == 7
-    with pytest.raises(ConfigError, match="KV head 1 in layer 0 is not finite"):
-        window_most_local([[0.0, float("nan")]], 0.5, larger_is_local=True)
+    assert rank_heads(scores, larger_is_local=True).first(0.51)[0].sum() == 2  # rounded up
+    assert (~rank_heads(np.zeros((2, 5)), larger_is_local=True).first(0.7)[0]).sum() == 7
+    with pytest.raises(ConfigError, match="scores must be finite numbers"):
+        rank_heads(np.array([[0.0, np.nan]]), larger_is_local=True)
 
 
 def test_heuristics_by_hand():

@@ -151,7 +151,7 @@ def test_selection_in_models_of_dense_and_sparse_layers(tmp_path):
     model = Decoder(model_config(hf), hf_pattern(hf), rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)
     examples = [Example(rng.integers(257, size=n).tolist(), rng.integers(257, size=2).tolist(), []) for n in (20, 17)]
-    whole = nll_deltas(model, examples, Window(4, 1, True), reuse=False)
+    whole = nll_deltas(model, examples, Window(4, 1, True), toggles_at_once=0)
     reused = nll_deltas(model, examples, Window(4, 1, True))
     np.testing.assert_array_equal(whole.deltas, reused.deltas)
     assert static_scores(model, examples, "dcam", Window(4)).shape == (3, 2)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from swa_jax.adapt.job import STAGES, Job
+from swa_jax.adapt.job import STAGES, Adaptation
 from swa_jax.adapt.search import BY_HEADS, EFFORTS, HOW, Effort, fitting
-from swa_jax.adapt.tasks import ROWS_OF_TEXT, Task, num_examples
+from swa_jax.adapt.tasks import ROWS_OF_TEXT, EvalTask, num_examples
 from swa_jax.checkpoint.canary import plan_size
 from swa_jax.checkpoint.readings import readings_of
 from swa_jax.model.attention import layer_plan
@@ -64,7 +64,7 @@ class Clock(NamedTuple):
     label: float
 
 
-def work(job: Job, effort: Effort) -> dict[str, Work]:
+def work(job: Adaptation, effort: Effort) -> dict[str, Work]:
     """What each stage has to do."""
     config, settings, source = job.source.config, job.settings, job.source
     layers = config.num_hidden_layers
@@ -72,8 +72,8 @@ def work(job: Job, effort: Effort) -> dict[str, Work]:
     ranking = _through(job.tasks.choosing, effort.rank_by, layers, least=1)
     copied = source.weight_bytes / COPY_SPEED
     tune = Work()
-    if settings.tune_steps:
-        steps = Work(windowed=3.0 * settings.tune_steps * settings.batch_size * layers, programs=1, seconds=2 * copied)
+    if settings.tune:
+        steps = Work(windowed=3.0 * settings.tune * settings.batch_size * layers, programs=1, seconds=2 * copied)
         drawn = 0 if job.replies is None else 2 * len(job.replies.samples)  # drawn, and read for their probabilities
         tune = steps + Work(full=drawn * layers)
     token = 2 * matrix_parameters(config) / READ_SPEED  # f32 or bf16, and both models
@@ -90,7 +90,7 @@ def work(job: Job, effort: Effort) -> dict[str, Work]:
     }
 
 
-def _through(tasks: Sequence[Task], count: int, layers: int, least: int = 2) -> Work:
+def _through(tasks: Sequence[EvalTask], count: int, layers: int, least: int = 2) -> Work:
     """So many examples of each task, and their share of rows of text, through the model as it was."""
     total = Work()
     for task in tasks:
@@ -103,14 +103,14 @@ def _windowed(passes: Work) -> Work:
     return passes._replace(full=0.0, windowed=passes.full)
 
 
-def _mixed(job: Job, passes: Work) -> Work:
+def _mixed(job: Adaptation, passes: Work) -> Work:
     """The same with as many full layers as the budget leaves."""
     heads = job.source.config.common_kv_heads if job.settings.unit == "heads" else 1
     share = job.space.most / heads / job.source.config.num_hidden_layers
     return passes._replace(full=passes.full * share, windowed=passes.full * (1 - share))
 
 
-def _ranked(job: Job, effort: Effort, passes: Work) -> Work:
+def _ranked(job: Adaptation, effort: Effort, passes: Work) -> Work:
     """The ranking of layers, or heads; `passes` is one over the examples that it goes by."""
     layers, windows = job.source.config.num_hidden_layers, _windowed(passes)
     by_heads = job.space.start.layout == BY_HEADS
@@ -131,7 +131,7 @@ def _ranked(job: Job, effort: Effort, passes: Work) -> Work:
 # ---- in seconds, and in operations ----
 
 
-def estimate(job: Job, clock: Clock, effort: Effort | None = None) -> dict[str, float]:
+def estimate(job: Adaptation, clock: Clock, effort: Effort | None = None) -> dict[str, float]:
     """Seconds of each stage."""
     found = {
         name: one.computed(clock) + one.programs * COMPILING + one.seconds
@@ -144,7 +144,7 @@ def estimate(job: Job, clock: Clock, effort: Effort | None = None) -> dict[str, 
     return found | {"canary": canary}
 
 
-def operations(job: Job) -> Clock:
+def operations(job: Adaptation) -> Clock:
     """Of an example in a layer of each kind, and of a label."""
     config, length = job.source.config, job.length
     head = 2.0 * config.hidden_size * config.vocab_size
@@ -158,13 +158,13 @@ def operations(job: Job) -> Clock:
     return Clock(matrices + attention[0], matrices + attention[1], head)
 
 
-def canary_budget(job: Job) -> float:
+def canary_budget(job: Adaptation) -> float:
     """Operations that the receipt of the export may cost."""
     each = operations(job)
     return CANARY_SHARE * sum(one.computed(each) for one in work(job, job.effort).values())
 
 
-def _canary_operations(job: Job) -> float:
+def _canary_operations(job: Adaptation) -> float:
     config, memory = job.source.config, job.memory
     pattern = fitting(job.space.start, memory, job.settings.kv_budget)
     served = memory.served(pattern)
@@ -175,7 +175,7 @@ def _canary_operations(job: Job) -> float:
     return 0.0 if size is None else size.operations(config, readings)
 
 
-def time_layers(job: Job, length: int) -> Clock:
+def time_layers(job: Adaptation, length: int) -> Clock:
     """Seconds of an example of so many tokens in a layer of each kind, timed on the device at hand, and of a label.
 
     Where layers differ, it is one of those that are most."""
@@ -220,48 +220,67 @@ def _timed(run: Callable[[], jax.Array]) -> float:
 # ---- in words ----
 
 
-def plan_text(job: Job) -> str:
-    """The stages in order, a line each, what they add up to, and what would be faster."""
+def estimate_report(job: Adaptation) -> dict[str, Any]:
+    """What the stages would do, in order, with the seconds of each, and what would be faster: plain JSON values."""
     clock = time_layers(job, job.length)
     seconds = estimate(job, clock)
+    total = sum(seconds.values())
     settings, server = job.settings, job.settings.server
     titles = {
         "original": f"measure the model as it is: {_described(job.tasks.measuring)}",
         "search": f"search under {settings.kv_budget:.0%} of the cache: {_searched(job)}",
-        "tune": f"fine-tune by LoRA: {settings.tune_steps} steps{_trained_on(job)}"
-        if settings.tune_steps
-        else "no fine-tuning",
+        "tune": f"fine-tune by LoRA: {settings.tune} steps{_trained_on(job)}" if settings.tune else "no fine-tuning",
         "adapted": "measure the adapted model on the same examples, and plain windows",
         "efficiency": f"time both in turn: {settings.repeats} requests each",
         "export": f"export for {server}" if server else "no export, without --for",
         "canary": f"make the receipt of the export for {server}" if server and settings.canary else "no receipt",
     }
-    lines = [f"{job.source.name} to {settings.out}, cache counted {job.memory.place}:"]
-    lines += [f"  {job.memory.steps}"] if job.memory.steps else []
-    lines += [
-        f"  {number}. {titles[name]}" + (f" (about {duration(seconds[name])})" if seconds[name] >= 1 else "")
-        for number, name in enumerate(STAGES, start=1)
-    ]
-    lines += [f"  left out: {line}" for line in job.space.left_out]
-    lines += [f"  half made by an interrupted run, to be removed: {folder}" for folder in job.half_made]
-    total = sum(seconds.values())
-    lines += [
-        f"In all about {duration(total)} on this machine, where {job.length} tokens take "
-        f"{clock.full:.2g} s in a layer of full attention and {clock.windowed:.2g} s in a windowed one.",
-        f"It would write {job.written_bytes / 2**20:.0f} MiB to {settings.out}.",
-        *_faster(job, clock, total),
-        "This is a plan: nothing was run and nothing was written.",
-    ]
-    return "\n".join(lines)
+    return {
+        "model": job.source.name,
+        "out": str(settings.out),
+        "cache": f"counted {job.memory.place}",
+        "batched_tokens": job.memory.steps,
+        "stages": [{"stage": name, "does": titles[name], "seconds": seconds[name]} for name in STAGES],
+        "left_out": list(job.space.left_out),
+        "half_made": [str(folder) for folder in job.half_made],
+        "seconds": total,
+        "length": job.length,
+        "seconds_in_a_layer": {"full": clock.full, "windowed": clock.windowed},
+        "bytes_written": job.written_bytes,
+        "faster": _faster(job, clock, total),
+    }
 
 
-def _faster(job: Job, clock: Clock, total: float) -> list[str]:
-    """What would take less time, the most first, each alone."""
+def estimate_text(report: Mapping[str, Any]) -> str:
+    """The same in lines."""
+    layer = report["seconds_in_a_layer"]
+    faster = ", ".join(f"{option} (about {duration(seconds)})" for option, seconds in report["faster"].items())
+    lines = [f"{report['model']} to {report['out']}, cache {report['cache']}:"]
+    lines += [f"  {report['batched_tokens']}"] if report["batched_tokens"] else []
+    lines += [
+        f"  {number}. {one['does']}" + (f" (about {duration(one['seconds'])})" if one["seconds"] >= 1 else "")
+        for number, one in enumerate(report["stages"], start=1)
+    ]
+    lines += [f"  left out: {line}" for line in report["left_out"]]
+    lines += [f"  half made by an interrupted run, to be removed: {folder}" for folder in report["half_made"]]
+    return "\n".join(
+        [
+            *lines,
+            f"In all about {duration(report['seconds'])} on this machine, where {report['length']} tokens take "
+            f"{layer['full']:.2g} s in a layer of full attention and {layer['windowed']:.2g} s in a windowed one.",
+            f"It would write {report['bytes_written'] / 2**20:.0f} MiB to {report['out']}.",
+            *([f"Faster, each alone: {faster}."] if faster else []),
+            "This is an estimate: nothing was run and nothing was written.",
+        ]
+    )
+
+
+def _faster(job: Adaptation, clock: Clock, total: float) -> dict[str, float]:
+    """Options that would take less time, each alone, and the seconds: the fastest first."""
     settings, values = job.settings, job.space.values
     ways: dict[str, float] = {}
     if settings.effort != "quick":
-        quick = EFFORTS["quick"]
-        ways["--effort quick"] = sum(estimate(job, clock, quick).values())
+        ways["--effort quick"] = sum(estimate(job, clock, EFFORTS["quick"]).values())
     shorter = job.length // 2
     if shorter >= 256 and min(values["size"]) < shorter:
         ways[f"--length {shorter}"] = sum(estimate(job, time_layers(job, shorter)).values())
@@ -271,14 +290,11 @@ def _faster(job: Job, clock: Clock, total: float) -> list[str]:
         ways[f"--window {window}"] = sum(estimate(dataclasses.replace(job, space=space), clock).values())
     if settings.server is not None and settings.canary:
         ways["--no-canary"] = total - estimate(job, clock)["canary"]
-    kept = {name: seconds for name, seconds in ways.items() if seconds < 0.95 * total}
-    if not kept:
-        return []
-    said = [f"{name} (about {duration(seconds)})" for name, seconds in sorted(kept.items(), key=lambda one: one[1])]
-    return [f"Faster, each alone: {', '.join(said)}."]
+    kept = sorted(ways.items(), key=lambda way: way[1])
+    return {option: seconds for option, seconds in kept if seconds < 0.95 * total}
 
 
-def _trained_on(job: Job) -> str:
+def _trained_on(job: Adaptation) -> str:
     if job.replies is None:
         return ""
     return f", on {len(job.replies.samples)} replies of the model to the prompts of {job.replies.where}"
@@ -290,11 +306,11 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def _described(tasks: list[Task]) -> str:
+def _described(tasks: list[EvalTask]) -> str:
     return ", ".join(f"{task.title.lower()} ({len(task.examples)})" for task in tasks)
 
 
-def _searched(job: Job) -> str:
+def _searched(job: Adaptation) -> str:
     values = job.space.values
     windows = ", ".join(map(str, values["size"]))
     kinds = [
