@@ -42,7 +42,6 @@ def perplexity_sweep(
     windows: Sequence[int | None] | None,
     lengths: Sequence[int],
     start: Sequence[int] = (),
-    stride: int | None = None,
     batch_size: int = 16,
     advance: Callable[[int], None] = lambda _: None,
 ) -> list[SweepScore]:
@@ -56,7 +55,7 @@ def perplexity_sweep(
       tokens: the text's ids without start tokens; those and the text are more than the greatest length.
       windows: visible keys of a windowed query; a None among them gives every layer full attention. None in place
         of the list keeps the pattern as it is.
-      lengths: tokens a sequence, its start tokens included. A stride below a length slides by it, see `perplexity`.
+      lengths: tokens a sequence, its start tokens included.
       start: the start tokens before each sequence, which are not scored.
       batch_size: sequences of the greatest length at once; shorter ones fill as many tokens.
       advance: called with how many more tokens are scored: in each cell all of the text, but for its first token where
@@ -73,11 +72,9 @@ def perplexity_sweep(
                 f"give a longer text or lengths from {least} to {total - 1}"
             )
     scores = []
-    models = (
-        [(model.pattern.sliding_window, model)]
-        if windows is None
-        else [(window, model.with_pattern(with_window(model.pattern, window))) for window in windows]
-    )
+    models = [(model.pattern.sliding_window, model)]
+    if windows is not None:
+        models = [(window, model.with_pattern(with_window(model.pattern, window))) for window in windows]
     for window, measured in models:
         for length in lengths:
             result = perplexity(
@@ -85,7 +82,6 @@ def perplexity_sweep(
                 tokens,
                 context=length,
                 start=start,
-                stride=None if stride is None else min(stride, length),
                 batch_size=batch_size * max(lengths) // length,
                 advance=advance,
             )
