@@ -71,7 +71,7 @@ def generate_answers(
     settings: list[Any] = [batch_size, max_new_tokens, max_length, list(map(int, stop_tokens))]
     if score is not string_match_all:
         settings.append(getattr(score, "__name__", ""))
-    runs: list[_Run] = []
+    runs: list[_TimedBatch] = []
     records: list[dict[str, Any]] = []
     for i in range(0, len(examples), batch_size):
         batch = examples[i : i + batch_size]
@@ -101,7 +101,7 @@ def generate_answers(
 
 
 def _records(
-    tokenizer: Tokenizer, examples: Sequence[Example], run: _Run, batch_size: int, score: Score
+    tokenizer: Tokenizer, examples: Sequence[Example], run: _TimedBatch, batch_size: int, score: Score
 ) -> list[dict[str, Any]]:
     """What is kept of each example of a batch."""
     texts = [tokenizer.decode(row[row != NOTHING].tolist()) for row in run.new]
@@ -111,7 +111,7 @@ def _records(
     ]
 
 
-class _Run(NamedTuple):
+class _TimedBatch(NamedTuple):
     """One batch through prefill and decode."""
 
     new: np.ndarray  # [B, max_new_tokens] int32
@@ -129,7 +129,7 @@ def _run_batch(
     max_new_tokens: int,
     max_length: int,
     stop_tokens: Sequence[int],
-) -> _Run:
+) -> _TimedBatch:
     rows = [*examples, *[examples[-1]] * (batch_size - len(examples))]  # one shape, hence one compilation, for all
     batch = prepare(model, [e.prompt for e in rows], max_new_tokens, max_length=max_length)
     start = time.perf_counter()
@@ -140,4 +140,4 @@ def _run_batch(
     end = time.perf_counter()
     drawn = (new != NOTHING).sum(1)  # [B], without the stop token
     steps = int((drawn + (drawn < max_new_tokens)).max()) - 1
-    return _Run(new[: len(examples)], batch.tokens.shape[1], middle - start, end - middle, steps, cache_bytes)
+    return _TimedBatch(new[: len(examples)], batch.tokens.shape[1], middle - start, end - middle, steps, cache_bytes)

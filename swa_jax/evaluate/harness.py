@@ -30,7 +30,7 @@ except ModuleNotFoundError as error:
     raise not_installed("evaluate harness needs lm-evaluation-harness", extra="eval") from None
 
 
-class Request(Protocol):
+class HarnessRequest(Protocol):
     """What is used of the harness's `Instance`."""
 
     args: tuple[Any, ...]
@@ -63,12 +63,12 @@ class HarnessModel(LM):  # type: ignore[misc,unused-ignore]
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
         self.max_length = model.config.max_position_embeddings if max_length is None else max_length
 
-    def loglikelihood(self, requests: Sequence[Request], **_: Any) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: Sequence[HarnessRequest], **_: Any) -> list[tuple[float, bool]]:
         """(log-probability in nats, is it what greedy decoding gives) of each (context, continuation)."""
         examples = [self._example(*request.args) for request in requests]
         return list(zip(*self._score(examples, self.model.pattern), strict=True))
 
-    def loglikelihood_rolling(self, requests: Sequence[Request], **_: Any) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[HarnessRequest], **_: Any) -> list[float]:
         """Log-probability in nats of each whole text, after a start or end token.
 
         A text that is longer than the context is read in windows that do not share a prediction; the last one reaches
@@ -87,7 +87,7 @@ class HarnessModel(LM):  # type: ignore[misc,unused-ignore]
             np.add.at(total, owner, self._score(windows, as_prompts)[0])
         return total.tolist()
 
-    def generate_until(self, requests: Sequence[Request], **_: Any) -> list[str]:
+    def generate_until(self, requests: Sequence[HarnessRequest], **_: Any) -> list[str]:
         """The text generated after each context, up to the first of its `until` strings or an end token."""
         texts = [""] * len(requests)
         groups: dict[tuple[tuple[str, Any], ...], list[int]] = {}

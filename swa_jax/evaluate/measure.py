@@ -24,7 +24,6 @@ def measure_pattern(
     *,
     max_new_tokens: int,
     batch_size: int = 16,
-    num_nll_examples: int | None = None,
     samples: Samples = NO_SAMPLES,
     advance: Callable[[int], None] = lambda _: None,
 ) -> tuple[dict[str, Any], Answers]:
@@ -32,7 +31,6 @@ def measure_pattern(
 
     Args:
       max_new_tokens: generated for each needle; at least as many as the longest answer.
-      num_nll_examples: how many of the examples are also scored for answer NLL; None for all.
       samples: where what is known of the examples is found and kept.
       advance: called with how many more examples have been answered or scored.
     """
@@ -46,8 +44,7 @@ def measure_pattern(
         advance=advance,
     )
     found = accuracy_interval(answers.scores)
-    scored = examples[:num_nll_examples]
-    nll = bootstrap(score_answers(model, scored, batch_size=batch_size, samples=samples, advance=advance).nll)
+    nll = bootstrap(score_answers(model, examples, batch_size=batch_size, samples=samples, advance=advance).nll)
     row = {
         "name": name,
         "full_layers": list(model.pattern.full_layers),
@@ -59,7 +56,7 @@ def measure_pattern(
         "needle_interval": found.interval,
         "answer_nll_interval": nll.interval,
         "n": len(examples),
-        "answer_nll_n": len(scored),
+        "answer_nll_n": len(examples),
         "batch_size": answers.batch_size,
         "cache_tokens": answers.max_length,
         "num_layers": model.config.num_hidden_layers,

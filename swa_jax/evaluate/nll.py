@@ -290,22 +290,11 @@ def perplexity(
         raise ConfigError(f"stride must be between 1 and {most}, what a pass scores, got {stride}")
     most = min(most, labels_of.size)
     stride = min(stride, most)
-    passes = max(1, -(-(labels_of.size - most) // stride) + 1)
     model.config.check_tokens(text, "tokens")
     graph, state = nnx.split(model)
     token_nll, by_pass = np.zeros(labels_of.size), []
-    shift = max(len(start), 1) - 1  # tokens of a pass before the one that predicts its first label
-    shape = (passes, most + shift)
-    inputs, labels, weights = (np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.float32))
-    scored = 0  # labels before this one are done
-    for row in range(passes):
-        first = row * stride
-        end = min(first + most, labels_of.size)
-        head = list(start) if start else text[first : first + 1]
-        inputs[row, : end - first + shift] = [*head, *labels_of[first : end - 1]]
-        labels[row, shift + scored - first : shift + end - first] = labels_of[scored:end]
-        weights[row, shift + scored - first : shift + end - first] = 1
-        scored = end
+    inputs, labels, weights = _passes(text, start, most, stride)
+    passes, shift = len(inputs), inputs.shape[1] - most
     for first in range(0, passes, batch_size):
         rows = np.arange(first, min(first + batch_size, passes))
         padded = np.resize(rows, min(batch_size, passes))
@@ -317,6 +306,29 @@ def perplexity(
             advance(len(where))
     mean = bootstrap(by_pass, weights=weights.sum(1))
     return Perplexity(math.exp(mean.mean), mean, token_nll.size, token_nll)
+
+
+def _passes(
+    text: np.ndarray, start: Sequence[int], most: int, stride: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Inputs, labels and weights of the passes, each of at most `most` labels: [passes, T] int32, int32, f32.
+
+    The weights are 1 on the labels that a pass scores, which are those that no pass before it has scored.
+    """
+    labels_of = text if start else text[1:]
+    shift = max(len(start), 1) - 1  # tokens of a pass before the one that predicts its first label
+    shape = (max(1, -(-(labels_of.size - most) // stride) + 1), most + shift)
+    inputs, labels, weights = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+    scored = 0  # labels before this one are done
+    for row in range(shape[0]):
+        first = row * stride
+        end = min(first + most, labels_of.size)
+        head = list(start) if start else text[first : first + 1]
+        inputs[row, : end - first + shift] = [*head, *labels_of[first : end - 1]]
+        labels[row, shift + scored - first : shift + end - first] = labels_of[scored:end]
+        weights[row, shift + scored - first : shift + end - first] = 1
+        scored = end
+    return inputs, labels, weights
 
 
 @functools.partial(jax.jit, static_argnames="graph")

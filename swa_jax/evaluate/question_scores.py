@@ -76,19 +76,7 @@ def score_questions(
     texts = _texts(model, tokenizer, asked, batch_size, samples, advance)
     begun = wrap.after.rfind(BEGIN_OF_THINKING) > wrap.after.rfind(END_OF_THINKING)
     finals = [after_thinking(text, begun and question.chat) for (question, *_), text in zip(asked, texts, strict=True)]
-    records: list[dict[str, Any]] = [
-        {
-            "benchmark": question.benchmark,
-            "group": question.group,
-            "also": list(question.also),
-            "prompt_tokens": len(tokens),
-            "cut": cut,
-            "answer": text,
-            "references": question.references,
-            "score": _metric(question, final),
-        }
-        for (question, tokens, cut), text, final in zip(asked, texts, finals, strict=True)
-    ]
+    records = [_record(*one, text, final) for one, text, final in zip(asked, texts, finals, strict=True)]
     keep(records)
     judged = [i for i, record in enumerate(records) if record["score"] is None]
     if judged and judge is not None:
@@ -131,10 +119,10 @@ def _texts(
 
 
 def _prompt_tokens(
-    tokenizer: Tokenizer, question: Question, max_length: int, cut_middle: bool, wrap: str | Wrap
+    tokenizer: Tokenizer, question: Question, max_length: int, cut_middle: bool, wrap: Wrap
 ) -> tuple[list[int], bool]:
     """The prompt's tokens, and whether they were cut; none if they do not fit."""
-    wrap = Wrap.of(wrap) if question.chat else Wrap()
+    wrap = wrap if question.chat else Wrap()
     opening = wrap.opening(tokenizer)
     start = opening + tokenizer.encode(wrap.before)
     body, end = tokenizer.encode(wrap.inside(question.prompt)), tokenizer.encode(wrap.after)
@@ -145,6 +133,20 @@ def _prompt_tokens(
         return [], False
     head = room // 2
     return [*start, *body[:head], *body[len(body) - (room - head) :], *end], True
+
+
+def _record(question: Question, tokens: Sequence[int], cut: bool, text: str, final: str) -> dict[str, Any]:
+    """What is kept of an answer `text`, of which `final` is scored."""
+    return {
+        "benchmark": question.benchmark,
+        "group": question.group,
+        "also": list(question.also),
+        "prompt_tokens": len(tokens),
+        "cut": cut,
+        "answer": text,
+        "references": question.references,
+        "score": _metric(question, final),
+    }
 
 
 def _metric(question: Question, text: str) -> float | None:

@@ -81,7 +81,7 @@ def essay(source: HaystackSource) -> tuple[str, list[str]]:
 
 
 @dataclass(frozen=True)
-class _Draft:
+class _HiddenNeedles:
     """Needles and a question, for as much haystack as there is room."""
 
     task: NeedleTask
@@ -133,7 +133,7 @@ class _Draft:
         }
 
 
-def _draw(task: NeedleTask, rng: np.random.Generator, depth: float | None, essay: Sequence[str]) -> _Draft:
+def _draw(task: NeedleTask, rng: np.random.Generator, depth: float | None, essay: Sequence[str]) -> _HiddenNeedles:
     """Keys, values and places, in one order whatever the length: what is drawn last is the haystack of needles."""
     keys, values = _Distinct(rng, task.keys), _Distinct(rng, task.values)
     drawn = {next(keys): [next(values) for _ in range(task.num_values)] for _ in range(task.num_keys)}
@@ -157,7 +157,7 @@ def _draw(task: NeedleTask, rng: np.random.Generator, depth: float | None, essay
         source = itertools.repeat(NOISE.strip())
     else:
         source = (NEEDLE.format(kind=task.values, key=key, value=next(values)) for key in keys)
-    return _Draft(
+    return _HiddenNeedles(
         task=task,
         hay=Hay(source),
         needles=sorted(((places[value], needle) for value, needle in sentences.items()), key=lambda n: n[0]),

@@ -89,11 +89,11 @@ def qa_example(room: Room, rng: np.random.Generator, depth: float | None, file: 
         depths = [depth, *(max(depth, other) for other in depths[1:])]
     needles = [(place, file.documents[number]) for place, number in zip(depths, own, strict=True)]
     hay = Hay(_others(rng, asked, file.documents))
-    return room.fit(_Draft(file.name, asked, needles, hay, int(rng.integers(2**63))))
+    return room.fit(_Passages(file.name, asked, needles, hay, int(rng.integers(2**63))))
 
 
 @dataclass(frozen=True)
-class _Draft:
+class _Passages:
     name: str
     asked: Asked
     needles: list[tuple[float, str]]  # the documents with the answer, by depth

@@ -43,7 +43,7 @@ def tracking_example(room: Room, rng: np.random.Generator) -> Example:
         return solved.text([NOISE.strip()] * lines) + solved.prefix + solved.answer + "\n\n"
 
     lines = next(n for n in itertools.count() if len(room.tokenizer.encode(example(n + 1))) > most)
-    return room.fit(_Draft(example(lines), asked, Hay(itertools.repeat(NOISE.strip()))))
+    return room.fit(_Assignments(example(lines), asked, Hay(itertools.repeat(NOISE.strip()))))
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class _Chain:
 
 
 @dataclass(frozen=True)
-class _Draft:
+class _Assignments:
     example: str
     chain: _Chain
     hay: Hay

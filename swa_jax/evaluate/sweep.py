@@ -42,25 +42,22 @@ def perplexity_sweep(
     windows: Sequence[int | None] | None,
     lengths: Sequence[int],
     start: Sequence[int] = (),
-    stride: int | None = None,
     batch_size: int = 16,
     advance: Callable[[int], None] = lambda _: None,
 ) -> list[SweepScore]:
-    """Perplexity of one text under every window, cut into sequences of every length (SWAT, Table 2).
+    """Perplexity of one text under every window, cut into sequences of every length; window by window.
 
-    The list has all lengths of the first window, then those of the next. Every cell scores the same tokens, each once:
-    all, but for the text's first where there are no start tokens. At a longer length a token has more text before it.
-    The windowed layers are those of the model's pattern. The blocks of the bootstrap are the same for all cells.
+    Every cell scores the same tokens, each once: all, but for the text's first where there are no start tokens. At a
+    longer length a token has more text before it. The blocks of the bootstrap are the same for all cells.
 
     Args:
       tokens: the text's ids without start tokens; those and the text are more than the greatest length.
       windows: visible keys of a windowed query; a None among them gives every layer full attention. None in place
         of the list keeps the pattern as it is.
-      lengths: tokens a sequence, its start tokens included. A stride below a length slides by it, see `perplexity`.
+      lengths: tokens a sequence, its start tokens included.
       start: the start tokens before each sequence, which are not scored.
       batch_size: sequences of the greatest length at once; shorter ones fill as many tokens.
-      advance: called with how many more tokens are scored: in each cell all of the text, but for its first token where
-        there are no start tokens.
+      advance: called with how many more tokens are scored, in each cell all of them.
 
     Raises:
       ConfigError: the text is too short for a length, or the pattern has no windowed layer for a window to change.
@@ -73,23 +70,14 @@ def perplexity_sweep(
                 f"give a longer text or lengths from {least} to {total - 1}"
             )
     scores = []
-    models = (
-        [(model.pattern.sliding_window, model)]
-        if windows is None
-        else [(window, model.with_pattern(with_window(model.pattern, window))) for window in windows]
-    )
+    models = [(model.pattern.sliding_window, model)]
+    if windows is not None:
+        models = [(window, model.with_pattern(with_window(model.pattern, window))) for window in windows]
     for window, measured in models:
         for length in lengths:
-            result = perplexity(
-                measured,
-                tokens,
-                context=length,
-                start=start,
-                stride=None if stride is None else min(stride, length),
-                batch_size=batch_size * max(lengths) // length,
-                advance=advance,
-            )
-            nll, blocks = block_interval(result.token_nll)
+            size = batch_size * max(lengths) // length
+            result = perplexity(measured, tokens, context=length, start=start, batch_size=size, advance=advance)
+            nll, num_blocks = block_interval(result.token_nll)
             scores.append(
                 SweepScore(
                     window=window,
@@ -98,7 +86,7 @@ def perplexity_sweep(
                     interval=nll.map(math.exp).interval,
                     nll=nll.mean,
                     num_tokens=result.num_tokens,
-                    num_blocks=blocks,
+                    num_blocks=num_blocks,
                     past_training_length=length > model.config.max_position_embeddings,
                 )
             )

@@ -11,6 +11,7 @@ import pytest
 from tiny_models import byte_checkpoint, make
 
 from swa_jax.base.errors import ConfigError
+from swa_jax.data.chat import Wrap
 from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.evaluate import longbench_metrics as metrics
 from swa_jax.evaluate.judges import command_judge, find_judge
@@ -204,10 +205,10 @@ def test_what_is_cut_is_the_middle(checkpoint, room) -> None:
     tokenizer = load_tokenizer(checkpoint)
     asked = question("b" * 40 + "c" * 40)
     length = room + asked.max_new_tokens
-    tokens, cut = _prompt_tokens(tokenizer, asked, length, cut_middle=True, wrap="{prompt}")
+    tokens, cut = _prompt_tokens(tokenizer, asked, length, cut_middle=True, wrap=Wrap())
     assert (tokenizer.decode(tokens), cut) == ("b" * 30 + "c" * (room - 30), True)
-    assert _prompt_tokens(tokenizer, asked, length, cut_middle=False, wrap="{prompt}") == ([], False)
-    tokens, cut = _prompt_tokens(tokenizer, asked, 80 + asked.max_new_tokens, cut_middle=True, wrap="{prompt}")
+    assert _prompt_tokens(tokenizer, asked, length, cut_middle=False, wrap=Wrap()) == ([], False)
+    tokens, cut = _prompt_tokens(tokenizer, asked, 80 + asked.max_new_tokens, cut_middle=True, wrap=Wrap())
     assert (tokenizer.decode(tokens), cut) == ("b" * 40 + "c" * 40, False)
 
 

@@ -83,12 +83,7 @@ def routing(
         check_routed(model.pattern)
     tokens = plain.tokens(evaluation)
     check_length(models[0][1].config, max(plain.text_length if tokens else 0, *(grid.lengths if count else (0,))))
-    cells: dict[Cell, list[Example]] = {}
-    if ruler and count:
-        for made in grid.fitting(tokenizer).cells(tokenizer):
-            cells |= made
-    elif count:
-        cells = _needle_cells(tokenizer, grid, keys, prompts.haystack, evaluation.seed, wrap)
+    cells = _cells(tokenizer, grid, keys, prompts.haystack, evaluation.seed, wrap) if count else {}
     start, charts = tokenizer.start_ids, []
 
     def measure(run: Run) -> Iterator[Rows]:
@@ -108,11 +103,15 @@ def routing(
     return Measurement("routing", "sequences", total, measure, routing_table, draw, longest)
 
 
-def _needle_cells(
+def _cells(
     tokenizer: Tokenizer, grid: Grid, keys: int, haystack: Path | None, seed: int, wrap: Wrap
 ) -> dict[Cell, list[Example]]:
-    """The needles that `evaluate needles` draws, by length and depth."""
+    """Prompts by length and depth: of RULER's tasks, or without any the needles that `evaluate needles` draws."""
     cells: dict[Cell, list[Example]] = {}
+    if grid.tasks:
+        for made in grid.fitting(tokenizer).cells(tokenizer):
+            cells |= made
+        return cells
     depths = grid.depths or fractions(DEFAULT_DEPTHS)
     count = grid.num_examples
     for length in grid.lengths:
