@@ -45,7 +45,8 @@ from pallas_kernels.tpu.schedule.documents import (
     small_block,
 )
 from pallas_kernels.tpu.schedule.row_list import RowList, list_rows
-from pallas_kernels.tpu.tile.tiles import Call
+from pallas_kernels.tpu.tile.rotation import table_blocks
+from pallas_kernels.tpu.tile.tiles import Block, Call, TpuOperands, batch_index, describe_tokens
 
 # How a pair of blocks is seen: throughout; as its tokens say; or as its distance in blocks says (default positions).
 Seen = None | Literal["tokens"] | int
@@ -91,6 +92,14 @@ class PairSchedule(NamedTuple):
     def held_at(self, column):
         """Where the keys of a block of the row lie among those at hand."""
         return column if self.shared is None else self.shared.held_at(column)
+
+    def keys_at_hand(self, call: Call, k: jax.Array) -> int:
+        """How many of the keys [B, K, S, D] a step has."""
+        return k.shape[2] if self.resident else call.tiles.kv_block
+
+    def column(self, visit: Visit):
+        """Which block of so many keys these are."""
+        return 0 if self.resident else visit.column
 
     def fetched(self, visit: Visit, batch, scalars) -> Visit:
         """The visit, its row being that of the queries to fetch and its column that of the keys: none anew before those
@@ -439,3 +448,25 @@ def default_mask(call: Call, seen: int, queries: slice, keys: slice, relative: j
     if far > greatest:
         mask.append(relative <= greatest - distance)
     return mask[0] if len(mask) == 1 else mask[0] & mask[1]
+
+
+def token_blocks(call: Call, schedule: PairSchedule, x: TpuOperands, located: Callable) -> list[Block]:
+    """What a launch reads of its tokens: for the masks of a list, for documents, and to rotate queries.
+
+    Args:
+      located: from a block's shape and a function of batch and visit, which says where it lies, to its spec.
+    """
+    tiles, blocks = call.tiles, list[Block]()
+    if schedule.is_list:
+        tokens = describe_tokens(x.where)
+        by_query, by_key = (functools.partial(batch_index, info=info) for info in tokens)
+        queries = located((None, 8, tiles.q_block), lambda b, visit: (by_query(b), 0, visit.row))
+        keys = located(
+            (None, 8, schedule.keys_at_hand(call, x.k)), lambda b, visit: (by_key(b), 0, schedule.column(visit))
+        )
+        blocks += [Block(tokens.queries, queries), Block(tokens.keys, keys)]
+    if schedule.packed is not None:
+        first = located((None, 1, tiles.q_block), lambda b, visit: (b, 0, visit.row))
+        blocks.append(Block(schedule.packed.documents.first_keys, first))
+    table = (None, tiles.q_block, x.q.shape[3])
+    return blocks + table_blocks(x.where, lambda row: located(table, lambda b, visit: (row(b), visit.row, 0)))

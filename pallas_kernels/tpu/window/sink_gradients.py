@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu.tile.tiles import LANES, Call, LaunchHeads, Ref, launch, shape_like
+from pallas_kernels.tpu.tile.tiles import LANES, Block, Call, LaunchGrid, LaunchHeads, Ref, launch, shape_like
 from pallas_kernels.tpu.window.geometry import Segments, sink_rows, sink_slots
 from pallas_kernels.tpu.window.packed_sinks import aligned_row, copied_rows
 
@@ -48,13 +48,9 @@ def add_to_sinks(call: Call, segments: Segments | None, results: tuple[jax.Array
         call,
         functools.partial(_kernel, num_entries),
         "window_sink_gradients",
-        grid=grid,
-        scalars=(segments.sinks.reshape(-1),),
-        heads=LaunchHeads(kv_heads),
-        inputs=inputs,
-        in_specs=[spec, spec],
-        outputs=[shape_like(x.shape, x.dtype, x) for x in gradients],
-        out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
+        grid=LaunchGrid(grid, LaunchHeads(kv_heads), (segments.sinks.reshape(-1),)),
+        inputs=[Block(x, spec) for x in inputs],
+        outputs=[Block(shape_like(x.shape, x.dtype, x), pl.BlockSpec(memory_space=pl.ANY)) for x in gradients],
         scratch=[
             pltpu.VMEM((2, *block), jnp.float32),
             pltpu.VMEM((2, heads, copied_rows(call, length), head_dim), dtype),
