@@ -70,7 +70,7 @@ PACKED = (tuple([1] * 20 + [2] * 40 + [3] * 30 + [0] * 6), tuple([1] * 96))
 @pytest.mark.parametrize(
     "call",
     [
-        Call(AttentionSpec(16), q_length=96, kv_length=96),
+        pytest.param(Call(AttentionSpec(16), q_length=96, kv_length=96), marks=pytest.mark.slow),
         Call(AttentionSpec(24, logit_softcap=2.0), ("alibi_slopes", "sink_logits"), q_length=96, kv_length=96),
         Call(AttentionSpec(16), ("alibi_slopes",), PACKED, q_length=96, kv_length=96),
         Call(AttentionSpec(16, num_sink_tokens=3), (), PACKED, q_length=96, kv_length=96),

@@ -282,8 +282,9 @@ class PackedSchedule(NamedTuple):
     def run(self, scalars, batch, row, column, attend_small) -> None:
         """The small blocks of a pair of blocks."""
         partly = [] if self.only_plain else self.reach.partly
-        place = batch, row, self.held_at(row), column, self.num_rows, self.documents.per_row
-        in_small_blocks(scalars[0], *place, partly, self.reach.plain, attend_small)
+        per_row = self.documents.per_row
+        bounds = functools.partial(read_bounds, scalars[0], batch, self.held_at(row), self.num_rows, per_row)
+        in_small_blocks(bounds, row, column, per_row, partly, self.reach.plain, attend_small)
 
 
 def _packed(call: Call, where: Coordinates, only_plain: bool, shared: Shared | None) -> PackedSchedule:
@@ -359,22 +360,24 @@ def _folded(
             flush=jnp.logical_not(visiting) & (flushed < num_blocks),
         )
 
-    def run(visit, scalars, attend, attend_small=None):
-        distance, plain = visit.row - visit.column, visit.wanted
-        if packed is not None:
-            batch = pl.program_id(0)
-            first, clean = packed.bounds(scalars, batch, visit.row)
-            plain = visit.wanted & (visit.column >= clean)
-            crossed = visit.wanted & (visit.column < clean) & (visit.column >= first)
-            pl.when(crossed)(lambda: packed.run(scalars, batch, visit.row, visit.column, attend_small))
-        for seen in reach.partly:
-            pl.when(plain & (distance == seen))(functools.partial(attend, seen, visit.column))
-            plain = plain & (distance != seen)
-        if reach.plain:
-            pl.when(plain)(lambda: attend(None, visit.column))
-
     table = () if packed is None else (packed.documents.table,)
+    run = functools.partial(_run_folded, reach, packed)
     return PairSchedule(grid, table, visit, run, resident=False, is_list=False)
+
+
+def _run_folded(reach: "Reach", packed: PackedSchedule | None, visit, scalars, attend, attend_small=None) -> None:
+    distance, plain = visit.row - visit.column, visit.wanted
+    if packed is not None:
+        batch = pl.program_id(0)
+        first, clean = packed.bounds(scalars, batch, visit.row)
+        plain = visit.wanted & (visit.column >= clean)
+        crossed = visit.wanted & (visit.column < clean) & (visit.column >= first)
+        pl.when(crossed)(lambda: packed.run(scalars, batch, visit.row, visit.column, attend_small))
+    for seen in reach.partly:
+        pl.when(plain & (distance == seen))(functools.partial(attend, seen, visit.column))
+        plain = plain & (distance != seen)
+    if reach.plain:
+        pl.when(plain)(lambda: attend(None, visit.column))
 
 
 class Reach(NamedTuple):
