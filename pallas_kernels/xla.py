@@ -206,7 +206,7 @@ class _QueryBlock(NamedTuple):
     q: jax.Array  # [B, K, G, bq, D], finite
     nan_marks: jax.Array  # [B, K, G, bq]
     pos: jax.Array  # [B, bq]
-    seg: jax.Array | None
+    segment_ids: jax.Array | None
     full: jax.Array | None
     visits: jax.Array  # [nk] KV blocks, the first `num_visits` of which are to be visited
     num_visits: jax.Array  # []
@@ -217,7 +217,7 @@ class _Keys(NamedTuple):
     v: jax.Array
     nan_marks: jax.Array  # [B, nk, bk, K]
     pos: jax.Array  # [B, nk, bk]
-    seg: jax.Array | None
+    segment_ids: jax.Array | None
 
     def block(self, j) -> "_Keys":
         return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, j, axis=1, keepdims=False), self)
@@ -346,8 +346,10 @@ class _BlockPair:
 
     def mask(self, row: _QueryBlock, kv: _Keys) -> jax.Array:
         """[B, 1, 1, bq, bk] bool, B being 1 when all rows of the batch agree."""
-        q_pos, q_segment_ids, full = (None if x is None else x[:, :, None] for x in (row.pos, row.seg, row.full))
-        kv_pos, kv_segment_ids = (None if x is None else x[:, None, :] for x in (kv.pos, kv.seg))
+        q_pos, q_segment_ids, full = (
+            None if x is None else x[:, :, None] for x in (row.pos, row.segment_ids, row.full)
+        )
+        kv_pos, kv_segment_ids = (None if x is None else x[:, None, :] for x in (kv.pos, kv.segment_ids))
         seen = visible(self.spec, q_pos, kv_pos, q_segment_ids, kv_segment_ids, full)
         if self.outside:
             seen = visible(self.spec.full, q_pos, kv_pos, q_segment_ids, kv_segment_ids) & ~seen

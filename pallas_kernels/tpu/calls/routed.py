@@ -72,28 +72,25 @@ def routed_attention(
       inference: compute the full branch of rows with a gate only; without disagreement, and not differentiable by the
         gate.
     """
-    if not inference:
-        return _attend_both(q, k, v, gate, spec, where, per_head, ring, order, rotation)
-    calls = inference_calls(call_of(q, spec, one_part(ring, where), per_head, order))
-
-    def part(q, where, outside):
-        return attend_to_keys(calls[outside], q, k, v, where, per_head, ring)
-
-    return route(part, q, gate, where, per_head.sink_logits, inference=True)
-
-
-def _attend_both(q, k, v, gate, spec, where: Coordinates, per_head: PerHead, ring, order, rotation):
-    """`routed_attention` that can be differentiated, in q's dtype."""
-    (_, length, heads, _), full_heads = q.shape, per_head.full_heads
     here = one_part(ring, where)
-    call, where = left_to_kernels(call_of(q, spec, here, per_head, order), where, rotation)
+    call = call_of(q, spec, here, per_head, order)
+    if inference:
+        calls = inference_calls(call)
+
+        def part(q, where, outside):
+            return attend_to_keys(calls[outside], q, k, v, where, per_head, ring)
+
+        return route(part, q, gate, where, per_head.sink_logits, inference=True)
+
+    length, full_heads = q.shape[1], per_head.full_heads
+    call, where = left_to_kernels(call, where, rotation)
     given = Given(q.shape[3], k.dtype, device_kind(), full_heads is not None)
     call = routed_call(call, here, given)
     launches = routed_launches(call, here, given, in_ring=ring is not None)
+    head_bias = stack_head_bias(q.shape[2], per_head)
     q = pad(multiplied(call, q), call.tiles.q_block, 1, 0)
     k, v = (pad(x, call.tiles.kv_block, 1, 0) for x in (k, v))
-    gate = pad(gate, call.tiles.q_block, 1, 0)
-    where, head_bias = pad_queries(where, call.tiles), stack_head_bias(heads, per_head)
+    gate, where = pad(gate, call.tiles.q_block, 1, 0), pad_queries(where, call.tiles)
     x = _Routed(q, k, v, gate, head_bias, per_head.sink_logits, where, full_heads)
     out, disagreement = _mixed(launches, ring, vary_alike(x))
     return out[:, :length], disagreement[:, :length]
@@ -127,7 +124,7 @@ class _Saved(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _mixed(launches: RoutedLaunches, ring: Ring | None, given: _Routed):
-    """As `_attend_both`."""
+    """The mixed result in q's dtype, and the disagreement, still padded."""
     return _mixed_fwd(launches, ring, given)[0]
 
 
