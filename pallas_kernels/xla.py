@@ -194,7 +194,7 @@ def _flash_bwd(static, saved, cotangents):
         return _backward(static, x.of_keys(*keys, where), results, cotangents)
 
     dq, dk, dv, dbias = gradients_of_all(static.ring, (x.k, x.v), x.where, backward)
-    return (_XlaOperands(dq.astype(x.q.dtype), dk, dv, dbias, None),)
+    return (_XlaOperands(dq.astype(x.q.dtype), dk, dv, dbias, None),)  # type: ignore[arg-type]  # integers
 
 
 _flash.defvjp(_flash_fwd, _flash_bwd)

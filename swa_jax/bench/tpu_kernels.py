@@ -440,8 +440,7 @@ def _bench(
         full_heads = None if rho is None else jnp.arange(K) >= round(rho * K)
         x = TpuOperands(q, k, v, head_bias, where, full_heads)
         if branches:
-            routed = routed_launches(call, where, given)
-            return both_branches(routed, x)
+            return both_branches(routed_launches(call, where, given), x)
         launches = _launches(call, where, given, tiles)
         if not backward:
             return passes.forward(launches.forward, x)

@@ -92,7 +92,7 @@ def _core_bwd(launches, ring, saved, cotangents):
     dhead_bias = jnp.zeros_like(x.head_bias)
     if dbias:
         dhead_bias = dhead_bias.at[1].set(dbias[0].sum(axis=(0, 2, 3)))
-    return (TpuOperands(dq.astype(x.q.dtype), dk, dv, dhead_bias, None, None),)
+    return (TpuOperands(dq.astype(x.q.dtype), dk, dv, dhead_bias, None, None),)  # type: ignore[arg-type]  # integers
 
 
 _core.defvjp(_core_fwd, _core_bwd)

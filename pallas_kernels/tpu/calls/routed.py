@@ -109,9 +109,9 @@ class _Routed(NamedTuple):
     full_heads: jax.Array | None
 
     def head_major(self, call: Call) -> TpuOperands:
-        blocks = call.tiles.q_block, call.tiles.kv_block, call.tiles.kv_block
-        arrays = (head_major(x, block) for x, block in zip(self[:3], blocks, strict=True))
-        return TpuOperands(*arrays, self.head_bias, self.where, self.full_heads)
+        q = head_major(self.q, call.tiles.q_block)
+        k, v = (head_major(x, call.tiles.kv_block) for x in (self.k, self.v))
+        return TpuOperands(q, k, v, self.head_bias, self.where, self.full_heads)
 
 
 class _Saved(NamedTuple):
@@ -205,7 +205,7 @@ def _mixed_bwd(launches, ring, saved: _Saved, cotangents):
         more = jnp.where(is_active[:, None, None], dbias_outside[0], 0)
         dhead_bias = dhead_bias.at[1].set((dbias[0].sum(axis=3) + more.sum(axis=3)).sum(axis=(0, 2)))
     dq, dgate = dq.astype(given.q.dtype), dgate.astype(given.gate.dtype)
-    return (_Routed(dq, dk, dv, dgate, dhead_bias, dsinks, None, None),)
+    return (_Routed(dq, dk, dv, dgate, dhead_bias, dsinks, None, None),)  # type: ignore[arg-type]  # integers
 
 
 _mixed.defvjp(_mixed_fwd, _mixed_bwd)

@@ -87,7 +87,7 @@ def scheduled_backward(
       listed_results: gradients by query (q's, and with a bias the rows'), where most blocks of queries see no key.
         Those are left out, and the results are these arrays, changed in place; VMEM must hold all keys.
     """
-    chunks, keys_too = key_chunks(call, *x.k.shape[2:], x.k.dtype.itemsize)
+    chunks, keys_too = key_chunks(call, x.k.shape[2], x.k.shape[3], x.k.dtype.itemsize)
     if len(chunks) == 1:
         schedule = order_pairs(
             call, x.where, resident=keys_too, flush=True, num_active=num_active, listed=bool(listed_results)
@@ -317,8 +317,11 @@ def _kernel(static: _BackwardStatic, order, *unnamed: Ref) -> None:
         _Pair(call, part, visit.row, column, seen, slope_and_bias, k_t, key_info).run(mask_by_token)
 
     def attend_small(seen, row, column, crossed):
-        part, small = _small_refs(schedule, here, visit, row, column), schedule.packed.call
-        _Pair(small, part, row, column, seen, slope_and_bias, part.k[...].T, None, crossed).run(mask_by_token)
+        assert schedule.packed is not None
+        part = _small_refs(schedule, here, visit, row, column)
+        _Pair(schedule.packed.call, part, row, column, seen, slope_and_bias, part.k[...].T, None, crossed).run(
+            mask_by_token
+        )
 
     schedule.run(visit, scalars, attend, attend_small)
     pl.when(visit.last)(functools.partial(_write_queries, call, refs))
