@@ -83,7 +83,8 @@ def _head_by_head(q, caches, slots, per_head: PerHead, full_from, asked) -> jax.
 
         def over(cache, slot: jax.Array) -> jax.Array:
             *pools, positions, spec = cache
-            k, v = (jax.lax.dynamic_index_in_dim(pool, slot, keepdims=False)[:, :, None] for pool in pools)
+            k, v = (jax.lax.dynamic_index_in_dim(pool, slot, keepdims=False) for pool in pools)
+            k, v = k[:, :, None], v[:, :, None]
             return decode_attention(
                 q, k, v, spec, kv_positions=positions, per_head=options, full_from=first_full, **asked
             )

@@ -82,16 +82,15 @@ def routed_attention(
 
         return route(part, q, gate, where, per_head.sink_logits, inference=True)
 
-    length, full_heads = q.shape[1], per_head.full_heads
+    (_, length, heads, _), full_heads = q.shape, per_head.full_heads
     call, where = left_to_kernels(call, where, rotation)
     given = Given(q.shape[3], k.dtype, device_kind(), full_heads is not None)
     call = routed_call(call, here, given)
     launches = routed_launches(call, here, given, in_ring=ring is not None)
-    head_bias = stack_head_bias(q.shape[2], per_head)
     q = pad(multiplied(call, q), call.tiles.q_block, 1, 0)
     k, v = (pad(x, call.tiles.kv_block, 1, 0) for x in (k, v))
     gate, where = pad(gate, call.tiles.q_block, 1, 0), pad_queries(where, call.tiles)
-    x = _Routed(q, k, v, gate, head_bias, per_head.sink_logits, where, full_heads)
+    x = _Routed(q, k, v, gate, stack_head_bias(heads, per_head), per_head.sink_logits, where, full_heads)
     out, disagreement = _mixed(launches, ring, vary_alike(x))
     return out[:, :length], disagreement[:, :length]
 
