@@ -29,7 +29,7 @@ from pallas_kernels.math.spec import (
     coordinates,
     with_keywords,
 )
-from pallas_kernels.request import Op, Request
+from pallas_kernels.request import Op, Request, given_options
 
 _log = logging.getLogger(__name__)
 
@@ -58,33 +58,29 @@ def attention(
       q: [B, T, H, D] floating.
       k, v: [B, S, K, D] of q's dtype; H is a multiple of K, and query head h reads KV head h // (H / K).
       spec: the window, the sink tokens and the activation; see `AttentionSpec`.
-      alibi_slopes: [H] floating. `slope * (query position - key position)` is added to the logits after the softcap
-        (SWAT, Eq. 4 and 5). Negative slopes favour recent keys. No gradient flows to the slopes.
-      sigmoid_bias: scalar or [H], added to the logits. For sigmoid only.
-      sink_logits: [H], learned logits that enter the softmax denominator only (gpt-oss). For softmax only.
+      alibi_slopes: [H] floating, without a gradient. `slope * (query position - key position)` joins the logits after
+        the softcap (SWAT, Eq. 4 and 5); negative slopes favour recent keys.
+      sigmoid_bias: scalar or [H], added to the logits; for sigmoid only.
+      sink_logits: [H], learned logits that enter the denominator only (gpt-oss); for softmax only.
       q_segment_ids: [B, T] integers, the ids of packed sequences. A segment is one contiguous run of an id. Id 0 is
         padding: it sees nothing, nothing sees it, and its output is zero.
       kv_segment_ids: [B, S] integers. None takes q_segment_ids; then T must equal S.
-      q_positions, kv_positions: [B, T] and [B, S] integers. Windows, sink tokens, ALiBi and causality compare them.
-        Position 0 is the first real token of the segment; a negative position is padding. None takes the array index,
-        which restarts with each segment.
+      q_positions, kv_positions: [B, T] and [B, S] integers, which everything compares. Position 0 is the first real
+        token of the segment, a negative one padding. None takes the index, which restarts with each segment.
       full_from: [B] or [B, segments] integers. Queries at a position >= full_from of their segment see past the
         window. Ids 1, 2, ... are columns 0, 1, ...; [B] is for rows of one segment with id 1. Under jit the ids cannot
         be checked, and a row of a segment without a column comes out as NaN.
       full_heads: [K] bool, may be traced. All queries of these KV heads see past the window.
-      logit_scales: [H] floating, multiplies the scaled logits of each head before the softcap, as a learned inverse
-        temperature does. In bfloat16 the queries carry it, rounded.
-      per_head, packing: the options above as the two values in which they travel; keywords come on top.
-      return_lse: also return the log-sum-exp of the logits. For softmax only.
-      rotation: by which the queries are still to be rotated (RoPE). The TPU kernels do it as they read them.
-      ring: inside shard_map, the devices of which each holds as many of the keys. `packing` has the positions of the
-        queries and those of all keys, device by device.
-      implementation: "tpu", "triton", "cudnn", "xla" or "reference". None takes the best one for the call on this
-        device.
+      logit_scales: [H] floating, multiplies each head's logits before the softcap; bfloat16 queries carry it, rounded.
+      per_head, packing: the options above as two values; keywords come on top.
+      return_lse: also return the log-sum-exp of the logits; for softmax only.
+      rotation: by which the queries are still to be rotated (RoPE).
+      ring: inside shard_map, the devices that share the keys; `packing` has the positions of all keys, by device.
+      implementation: "tpu", "triton", "cudnn", "xla" or "reference"; None is the best for the call and device.
 
     Returns:
-      out [B, T, H, D] in q's dtype. Rows that see nothing are zero. With `return_lse` also lse [B, T, H] float32: the
-      natural log of the softmax denominator, sink logits included; -inf in rows that see nothing.
+      out [B, T, H, D] in q's dtype, zero in rows that see nothing. With `return_lse` also lse [B, T, H] float32, the
+      natural log of the softmax denominator with its sink logits, -inf in those rows.
 
     Raises:
       ValueError: an argument is wrong or contradicts another; the sentence names it.
@@ -96,7 +92,7 @@ def attention(
     check_qkv(q, k, v, ("q", "k", "v"))
     per_head = checked_per_head(q, k, spec, per_head)
     packing = checked_packing(q, _kv_length(k, ring), spec, packing)
-    backend = _backend("attention", q, k, spec, per_head, packing, implementation, return_lse=return_lse)
+    backend = _backend("attention", q, k, spec, given_options(per_head, packing, return_lse=return_lse), implementation)
     where = coordinates(q.shape[1], _kv_length(k, ring), **packing._asdict())
     k, v, where, sharing = _of_all_devices(ring, k, v, where, backend)
     q, per_head = _scaled(q, per_head, backend)
@@ -148,7 +144,8 @@ def routed_attention(
     per_head = checked_per_head(q, k, spec, per_head)
     check_array("gate", gate, {"B": q.shape[0], "T": q.shape[1]}, jnp.floating, required=True)
     packing = checked_packing(q, _kv_length(k, ring), spec, packing)
-    backend = _backend("routed_attention", q, k, spec, per_head, packing, implementation, inference=inference)
+    given = given_options(per_head, packing)
+    backend = _backend("routed_attention", q, k, spec, given, implementation, inference)
     where = coordinates(q.shape[1], _kv_length(k, ring), **packing._asdict())
     k, v, where, sharing = _of_all_devices(ring, k, v, where, backend)
     if inference:
@@ -215,16 +212,20 @@ def decode_attention(
     check_array("kv_positions", kv_positions, {"B": batch, "S": kv_length}, jnp.integer)
     check_needs_window("full_from", full_from, spec)
 
+    packing = _packing_of_cache(q_length, kv_length, lengths, starts, kv_positions)._replace(full_from=full_from)
+    where = coordinates(q_length, kv_length, **packing._asdict())
+    backend = _backend("decode_attention", q, k_cache, spec, given_options(per_head, packing), implementation)
+    q, per_head = _scaled(q, per_head, backend)
+    return backend.decode_attention(q, k_cache, v_cache, spec, where, per_head).astype(q.dtype)
+
+
+def _packing_of_cache(q_length: int, kv_length: int, lengths, starts, kv_positions) -> Packing:
     lengths = jnp.asarray(lengths, jnp.int32)[:, None]  # [B, 1]
     q_positions = lengths - q_length + jnp.arange(q_length, dtype=jnp.int32)  # [B, T]
     kv_positions = jnp.arange(kv_length, dtype=jnp.int32)[None] if kv_positions is None else jnp.asarray(kv_positions)
     first = 0 if starts is None else jnp.asarray(starts)[:, None]
     kv_positions = jnp.where((kv_positions >= first) & (kv_positions < lengths), kv_positions, -1)  # [B, S]
-    packing = Packing(q_positions=q_positions, kv_positions=kv_positions, full_from=full_from)
-    where = coordinates(q_length, kv_length, **packing._asdict())
-    backend = _backend("decode_attention", q, k_cache, spec, per_head, packing, implementation)
-    q, per_head = _scaled(q, per_head, backend)
-    return backend.decode_attention(q, k_cache, v_cache, spec, where, per_head).astype(q.dtype)
+    return Packing(q_positions=q_positions, kv_positions=kv_positions)
 
 
 def alibi_slopes(
@@ -267,10 +268,10 @@ def alibi_slopes(
     return jnp.asarray(np.concatenate([-sizes(num_negative), sizes(num_positive)]), jnp.float32)
 
 
-def _backend(op: Op, q, k, spec, per_head, packing, implementation, **asked: bool) -> ModuleType:
+def _backend(op: Op, q, k, spec, given: frozenset[str], implementation, inference: bool = False) -> ModuleType:
     """The implementation for a call; the log says why it is not the best one."""
     device = current_device(implementation)
-    request = Request.of(op, q, k, spec, per_head, packing, device=device, implementation=implementation, **asked)
+    request = Request.of(op, q, k, spec, device, given, implementation, inference)
     name, fallback = choose(request)
     if fallback is not None:
         _log.info("%s on %s: implementation %r is used, because %s", op, device.platform, name, fallback)

@@ -37,8 +37,7 @@ def attend_over_pools(
         of the heads follow each other.
       visited: what `pools_visited` returns for the call; None has it made here.
     """
-    batch, length, heads, size = q.shape
-    reads = _reads(pools, spec, others)
+    length, reads = q.shape[1], _reads(pools, spec, others)
     chosen = _chosen(q, pools, spec, implementation)
     if chosen == "triton":
         from pallas_kernels import gpu  # late, for JAX may have dropped its lowering
@@ -61,30 +60,43 @@ def attend_over_pools(
         ]
         return functools.reduce(jnp.add, outs)
 
-    # One KV head after another: its row of a pool is a cache as it stands, where several would have to be transposed.
+    slots = [one.slots for one, _ in reads]
+    caches = [(one.k, one.v, one.positions, its_spec) for one, its_spec in reads]
+    asked = {"lengths": lengths, "implementation": implementation}
+    return _head_by_head(q, caches, slots, per_head, full_from, asked)
+
+
+def _head_by_head(q, caches, slots, per_head: PerHead, full_from, asked) -> jax.Array:
+    """One KV head after another: its row of a pool is a cache as it stands, where several would have to be transposed.
+
+    Args:
+      caches: of each pool keys, values, positions and spec.
+      slots: of each pool, the rows of the heads.
+    """
+
     def head(slots: list[jax.Array], q: jax.Array, options: PerHead) -> jax.Array:
         first_full = full_from
         if options.full_heads is not None:
             first_full = jnp.where(options.full_heads, 0, NEVER if full_from is None else full_from)
-            first_full = jnp.broadcast_to(first_full, lengths.shape)
+            first_full = jnp.broadcast_to(first_full, asked["lengths"].shape)
+        options = options._replace(full_heads=None)
 
-        def over(pools: Pools, spec: AttentionSpec, slot: jax.Array) -> jax.Array:
-            k, v = (jax.lax.dynamic_index_in_dim(pool, slot, keepdims=False) for pool in (pools.k, pools.v))
+        def over(cache, slot: jax.Array) -> jax.Array:
+            *pools, positions, spec = cache
+            k, v = (jax.lax.dynamic_index_in_dim(pool, slot, keepdims=False) for pool in pools)
+            k, v = k[:, :, None], v[:, :, None]
             return decode_attention(
-                q, k[:, :, None], v[:, :, None], spec, lengths=lengths, kv_positions=pools.positions,
-                **options._replace(full_heads=None)._asdict(), full_from=first_full, implementation=implementation,
-            )  # fmt: skip
+                q, k, v, spec, kv_positions=positions, per_head=options, full_from=first_full, **asked
+            )
 
-        first = functools.partial(over, pools, spec, slots[0])
-        if others is None:
-            return first()
-        return jax.lax.cond(slots[0] < pools.k.shape[0], first, functools.partial(over, *others, slots[1]))
+        first, *others = (functools.partial(over, *one) for one in zip(caches, slots, strict=True))
+        return jax.lax.cond(slots[0] < caches[0][0].shape[0], first, others[0]) if others else first()
 
-    kv_heads = pools.slots.shape[0]
+    batch, length, heads, size = q.shape
+    kv_heads = slots[0].shape[0]
     group = heads // kv_heads
     by_head = q.reshape(batch, length, kv_heads, group, size).transpose(2, 0, 1, 3, 4)  # [K, B, T, G, D]
     options = jax.tree.map(lambda x: x.reshape(kv_heads, group), per_head._replace(full_heads=None))
-    slots = [pools.slots] if others is None else [pools.slots, others[0].slots]
     out = jax.lax.map(lambda one: head(*one), (slots, by_head, options._replace(full_heads=per_head.full_heads)))
     return out.transpose(1, 2, 0, 3, 4).reshape(q.shape)
 

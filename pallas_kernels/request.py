@@ -64,24 +64,16 @@ class Request:
         q: jax.Array,
         k: jax.Array,
         spec: AttentionSpec,
-        per_head: PerHead,
-        packing: Packing,
-        *,
         device: Device,
-        inference: bool = False,
-        return_lse: bool = False,
-        implementation: str | None = None,
+        given: frozenset[str],
+        implementation: str | None,
+        inference: bool,
     ) -> "Request":
-        given = {name for name, x in (per_head._asdict() | packing._asdict()).items() if x is not None}
-        if packing.kv_segment_ids is packing.q_segment_ids:
-            given.discard("kv_segment_ids")
-        if return_lse:
-            given.add("return_lse")
         (batch, q_length, heads, head_dim), (kv_length, kv_heads) = q.shape, k.shape[1:3]
         return cls(
-            op, spec, batch, q_length, kv_length, heads, kv_heads, head_dim, jnp.dtype(q.dtype).name,
-            device, frozenset(given), inference, implementation,
-        )  # fmt: skip
+            *(op, spec, batch, q_length, kv_length, heads, kv_heads, head_dim, jnp.dtype(q.dtype).name),
+            *(device, given, inference, implementation),
+        )
 
     def abstract_coordinates(self) -> Coordinates:
         """`spec.coordinates` of the call: shapes in place of arrays that are data, NumPy indices where it has those."""
@@ -103,6 +95,16 @@ class Request:
             keys if packed else None,
             full_rows,
         )
+
+
+def given_options(per_head: PerHead, packing: Packing, *, return_lse: bool = False) -> frozenset[str]:
+    """`Request.given` of a call."""
+    given = {name for name, x in (per_head._asdict() | packing._asdict()).items() if x is not None}
+    if packing.kv_segment_ids is packing.q_segment_ids:
+        given.discard("kv_segment_ids")
+    if return_lse:
+        given.add("return_lse")
+    return frozenset(given)
 
 
 class LaunchFacts(NamedTuple):

@@ -91,6 +91,19 @@ class _HeadBias(NamedTuple):
     constant: jax.Array | None
 
 
+class _XlaOperands(NamedTuple):
+    """What the core reads."""
+
+    q: jax.Array  # [B, T, H, D]
+    k: jax.Array  # [B, S, K, D]
+    v: jax.Array  # [B, S, K, D]
+    bias: _HeadBias
+    where: Coordinates
+
+    def of_keys(self, k: jax.Array, v: jax.Array, where: Coordinates) -> "_XlaOperands":
+        return self._replace(k=k, v=v, where=where)
+
+
 @dataclasses.dataclass(frozen=True)
 class _XlaStatic:
     spec: AttentionSpec
@@ -137,7 +150,7 @@ def _by_kv_head(q, k, v, per_head: PerHead, where: Coordinates, static: _XlaStat
     bias, full_heads = _HeadBias(per_head.alibi_slopes, per_head.sigmoid_bias), per_head.full_heads
     q, k, v, bias, where, full_heads = parts.vary_alike((q, k, v, bias, where, full_heads))
     if full_heads is None:
-        return _flash(static, q, k, v, bias, where)
+        return _flash(static, _XlaOperands(q, k, v, bias, where))
 
     kv_heads = k.shape[2]
 
@@ -148,7 +161,7 @@ def _by_kv_head(q, k, v, per_head: PerHead, where: Coordinates, static: _XlaStat
         q, k, v, bias, full = args
         rows = jnp.broadcast_to(full, where.q_pos.shape)
         rows = rows if where.full_rows is None else rows | where.full_rows
-        return _flash(static, q, k, v, bias, where._replace(full_rows=rows))
+        return _flash(static, _XlaOperands(q, k, v, bias, where._replace(full_rows=rows)))
 
     bias = jax.tree.map(lambda x: split(x, 0), bias)
     out, lse = lax.map(one_head, (split(q, 2), split(k, 2), split(v, 2), bias, full_heads))
@@ -157,33 +170,31 @@ def _by_kv_head(q, k, v, per_head: PerHead, where: Coordinates, static: _XlaStat
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(static: _XlaStatic, q, k, v, bias: _HeadBias, where: Coordinates):
+def _flash(static: _XlaStatic, x: _XlaOperands):
     """The core: out [B, T, H, D] and lse [B, T, H] (None for sigmoid) in the accumulation dtype."""
-    return _flash_fwd(static, q, k, v, bias, where)[0]
+    return _flash_fwd(static, x)[0]
 
 
-def _flash_fwd(static, q, k, v, bias, where):
+def _flash_fwd(static, x):
     def attend(keys, where, results, last):
-        k, v = keys
-        out, lse = _forward(static, q, k, v, bias, where)
+        out, lse = _forward(static, x.of_keys(*keys, where))
         if not results:
             return out, lse
         out_so_far, lse_so_far = results
         return (out_so_far + out, None) if lse is None else parts.merge(out_so_far, lse_so_far, out, lse)
 
-    out, lse = parts.named(*attend_to_all(static.ring, (k, v), where, attend))
-    return (out, lse), (q, k, v, bias, where, out, lse)
+    out, lse = parts.named(*attend_to_all(static.ring, (x.k, x.v), x.where, attend))
+    return (out, lse), (x, out, lse)
 
 
 def _flash_bwd(static, saved, cotangents):
-    (q, k, v, bias, where, out, lse), (dout, dlse) = saved, cotangents
+    x, *results = saved
 
     def backward(keys, where):
-        k, v = keys
-        return _backward(static, q, k, v, bias, where, out, lse, dout, dlse)
+        return _backward(static, x.of_keys(*keys, where), results, cotangents)
 
-    dq, dk, dv, dbias = gradients_of_all(static.ring, (k, v), where, backward)
-    return dq.astype(q.dtype), dk, dv, dbias, None
+    dq, dk, dv, dbias = gradients_of_all(static.ring, (x.k, x.v), x.where, backward)
+    return (_XlaOperands(dq.astype(x.q.dtype), dk, dv, dbias, None),)  # type: ignore[arg-type]  # integers
 
 
 _flash.defvjp(_flash_fwd, _flash_bwd)
@@ -195,7 +206,7 @@ class _QueryBlock(NamedTuple):
     q: jax.Array  # [B, K, G, bq, D], finite
     nan_marks: jax.Array  # [B, K, G, bq]
     pos: jax.Array  # [B, bq]
-    seg: jax.Array | None
+    segment_ids: jax.Array | None
     full: jax.Array | None
     visits: jax.Array  # [nk] KV blocks, the first `num_visits` of which are to be visited
     num_visits: jax.Array  # []
@@ -206,16 +217,15 @@ class _Keys(NamedTuple):
     v: jax.Array
     nan_marks: jax.Array  # [B, nk, bk, K]
     pos: jax.Array  # [B, nk, bk]
-    seg: jax.Array | None
+    segment_ids: jax.Array | None
 
     def block(self, j) -> "_Keys":
         return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, j, axis=1, keepdims=False), self)
 
 
-def _forward(static: _XlaStatic, q, k, v, bias: _HeadBias, where: Coordinates):
-    spec = static.spec
-    tile = _BlockPair(static, q, k, bias)
-    queries, keys = _cut(static, q, k, v, where)
+def _forward(static: _XlaStatic, x: _XlaOperands):
+    spec, tile = static.spec, _BlockPair(static, x)
+    queries, keys = _cut(static, x)
 
     def query_block(_, row: _QueryBlock):
         def softmax_visit(i, carry):
@@ -246,13 +256,14 @@ def _forward(static: _XlaStatic, q, k, v, bias: _HeadBias, where: Coordinates):
         return None, (acc / total[..., None], jnp.where(sees_any, top + jnp.log(total), -jnp.inf))
 
     _, (out, lse) = lax.scan(query_block, None, queries)
-    return _join_rows(out, q.shape), None if lse is None else _join_rows(lse, q.shape[:3])
+    return _join_rows(out, x.q.shape), None if lse is None else _join_rows(lse, x.q.shape[:3])
 
 
-def _backward(static: _XlaStatic, q, k, v, bias: _HeadBias, where: Coordinates, out, lse, dout, dlse):
-    spec = static.spec
-    tile = _BlockPair(static, q, k, bias)
-    queries, keys = _cut(static, q, k, v, where)
+def _backward(static: _XlaStatic, x: _XlaOperands, results, cotangents):
+    q, k, _, bias, _ = x
+    (out, lse), (dout, dlse) = results, cotangents
+    spec, tile = static.spec, _BlockPair(static, x)
+    queries, keys = _cut(static, x)
     statistics: tuple[jax.Array, ...] = ()
     if lse is not None:
         sees_any = lse != -jnp.inf  # true for NaN, which is not to be hidden
@@ -308,7 +319,8 @@ def _backward(static: _XlaStatic, q, k, v, bias: _HeadBias, where: Coordinates, 
 class _BlockPair:
     """Logits and mask of one (query block, KV block) pair."""
 
-    def __init__(self, static: _XlaStatic, q, k, bias: _HeadBias):
+    def __init__(self, static: _XlaStatic, x: _XlaOperands):
+        q, k, _, bias, _ = x
         self.spec, self.outside = static.spec, static.outside
         self.dtype = jnp.promote_types(q.dtype, jnp.float32)
         self.precision = lax.Precision.DEFAULT if q.dtype.itemsize < 4 else lax.Precision.HIGHEST
@@ -334,16 +346,19 @@ class _BlockPair:
 
     def mask(self, row: _QueryBlock, kv: _Keys) -> jax.Array:
         """[B, 1, 1, bq, bk] bool, B being 1 when all rows of the batch agree."""
-        q_pos, q_segment_ids, full = (None if x is None else x[:, :, None] for x in (row.pos, row.seg, row.full))
-        kv_pos, kv_segment_ids = (None if x is None else x[:, None, :] for x in (kv.pos, kv.seg))
+        q_pos, q_segment_ids, full = (
+            None if x is None else x[:, :, None] for x in (row.pos, row.segment_ids, row.full)
+        )
+        kv_pos, kv_segment_ids = (None if x is None else x[:, None, :] for x in (kv.pos, kv.segment_ids))
         seen = visible(self.spec, q_pos, kv_pos, q_segment_ids, kv_segment_ids, full)
         if self.outside:
             seen = visible(self.spec.full, q_pos, kv_pos, q_segment_ids, kv_segment_ids) & ~seen
         return seen[:, None, None]
 
 
-def _cut(static: _XlaStatic, q, k, v, where: Coordinates) -> tuple[_QueryBlock, _Keys]:
+def _cut(static: _XlaStatic, operands: _XlaOperands) -> tuple[_QueryBlock, _Keys]:
     """Pads to whole blocks (padding is at position -1, so nothing sees it), cuts, and schedules."""
+    q, k, v, _, where = operands
 
     def q_side(x, fill):
         return None if x is None else _pad(x, static.q_block, fill)

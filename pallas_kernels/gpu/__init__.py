@@ -188,7 +188,7 @@ def _flash_bwd(static, tiles, saved, cotangents):
     # nothing.
     active = (dout != 0).any(axis=(2, 3))  # [B, T]
     dsinks = None
-    statistics = {}
+    delta = None
     if lse is not None:
         sees_any = lse != -jnp.inf  # true for NaN, which is not to be hidden
         delta = jnp.where(sees_any, (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1) - dlse, 0)
@@ -197,12 +197,11 @@ def _flash_bwd(static, tiles, saved, cotangents):
         lse = jnp.where(sees_any, jnp.where(jnp.isfinite(delta), lse, jnp.nan), 0)
         if heads.sink_logits is not None:
             dsinks = -jnp.where(sees_any, jnp.exp2(heads.sink_logits * parts.LOG2E - lse) * delta, 0).sum(axis=(0, 1))
-        statistics = {"lse": lse, "delta": delta}
-    gradients = {"active": active, "dout": dout.astype(q.dtype), **statistics}
+    gradients = _Gradients(active, dout.astype(q.dtype), lse, delta)
 
-    x = _operands(static, tiles.dq, q, k, v, heads, where, **gradients)
+    x = _operands(static, tiles.dq, q, k, v, heads, where, gradients)
     dq, dbias = gpu_triton.dq(static, tiles.dq, x)
-    x = _operands(static, tiles.dkv, q, k, v, heads, where, by_key=True, **gradients)
+    x = _operands(static, tiles.dkv, q, k, v, heads, where, gradients, by_key=True)
     each = each_head(static.spec, tiles.dkv, q, k, outside=static.outside)
     dk, dv = gpu_triton.dkv(static, tiles.dkv, x, each)
     if each:
@@ -251,6 +250,18 @@ def _by_token(x, length: int):
     return x[:, :, :length].swapaxes(1, 2)
 
 
+class _Gradients(NamedTuple):
+    """What a backward pass reads beside."""
+
+    active: jax.Array | None = None  # [B, T] bool: rows with a cotangent
+    dout: jax.Array | None = None  # [B, T, H, D]
+    lse: jax.Array | None = None  # [B, T, H], as is delta (softmax)
+    delta: jax.Array | None = None
+
+
+_NO_GRADIENTS = _Gradients()
+
+
 def _operands(
     static: GpuStatic,
     tile: Tile,
@@ -259,12 +270,8 @@ def _operands(
     v,
     heads: PerHead,
     where: Coordinates,
-    *,
-    by_key=False,
-    active=None,
-    dout=None,
-    lse=None,
-    delta=None,
+    gradients: _Gradients = _NO_GRADIENTS,
+    by_key: bool = False,
 ) -> Operands:
     where = _blocked(where, tile)
     full = None if where.full_rows is None else where.full_rows.astype(jnp.int32)
@@ -279,10 +286,10 @@ def _operands(
         Side(where.q_pos, where.q_segment_ids, full),
         Side(where.kv_pos, where.kv_segment_ids),
         heads,
-        _bounds(static, tile, where, heads.full_heads is not None, active, by_key),
-        dout,
-        by_head(lse),
-        by_head(delta),
+        _bounds(static, tile, where, heads.full_heads is not None, gradients.active, by_key),
+        gradients.dout,
+        by_head(gradients.lse),
+        by_head(gradients.delta),
     )
 
 

@@ -21,7 +21,7 @@ class Side(NamedTuple):
     """Queries or keys, [rows, length]; those of a tile are shaped to broadcast against each other."""
 
     pos: jax.Array
-    seg: jax.Array | None
+    segment_ids: jax.Array | None
     full: jax.Array | None = None  # int32, queries only
 
 

@@ -288,9 +288,9 @@ class GpuProgram:
         full = None if queries.full is None else queries.full != 0
         if full_head is not None:
             full = jnp.broadcast_to(full_head, queries.pos.shape) if full is None else full | full_head
-        seen = visible(spec, queries.pos, keys.pos, queries.seg, keys.seg, full)
+        seen = visible(spec, queries.pos, keys.pos, queries.segment_ids, keys.segment_ids, full)
         if self.static.outside:
-            seen = visible(spec.full, queries.pos, keys.pos, queries.seg, keys.seg) & ~seen
+            seen = visible(spec.full, queries.pos, keys.pos, queries.segment_ids, keys.segment_ids) & ~seen
         return seen
 
     def keys_of(self, x: Operands):

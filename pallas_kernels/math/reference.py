@@ -33,8 +33,7 @@ def attention(
 
     lse is the natural log of the softmax denominator, -inf in rows that see no key.
     """
-    alibi_slopes, sigmoid_bias = per_head.alibi_slopes, per_head.sigmoid_bias
-    sink_logits, full_heads = per_head.sink_logits, per_head.full_heads
+    alibi_slopes, full_heads = per_head.alibi_slopes, per_head.full_heads
     batch, q_length, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     dtype = jnp.promote_types(q.dtype, jnp.float32)
@@ -62,28 +61,32 @@ def attention(
         all_keys = dense_mask(spec.full, where)[:, None, None]
         mask = jnp.where(full_heads[:, None, None, None], all_keys, mask)  # [B, K, 1, T, S]
 
-    if spec.activation == "sigmoid":
-        if sigmoid_bias is not None:
-            logits = logits + by_kv_head(sigmoid_bias)
-        # Both choices are needed: a masked NaN logit has weight 0, but sigmoid's derivative there would be NaN.
-        weights = jnp.where(mask, jax.nn.sigmoid(jnp.where(mask, logits, 0)), 0)
-        lse = None
-    else:
-        sinks = jnp.full((kv_heads, 1, 1, 1), -jnp.inf, dtype) if sink_logits is None else by_kv_head(sink_logits)
-        logits = jnp.where(mask, logits, -jnp.inf)
-        # The maximum cancels, so it needs no gradient; rows that see nothing have none to subtract.
-        top = lax.stop_gradient(jnp.maximum(logits.max(axis=-1, keepdims=True), sinks))
-        top = jnp.where(jnp.isfinite(top), top, 0)
-        weights = jnp.where(mask, jnp.exp(jnp.where(mask, logits, 0) - top), 0)
-        total = weights.sum(axis=-1, keepdims=True) + jnp.exp(sinks - top)
-        sees_any = mask.any(axis=-1, keepdims=True)
-        total = jnp.where(sees_any, total, 1)
-        weights = jnp.where(mask, weights / total, 0)  # a total may be NaN
-        lse = jnp.where(sees_any, top + jnp.log(total), -jnp.inf)[..., 0]  # [B, K, G, T]
+    weights, lse = _weights(spec, logits, mask, per_head, by_kv_head)
+    if lse is not None:
         lse = lse.transpose(0, 3, 1, 2).reshape(batch, q_length, heads)
-
     out = jnp.einsum("bkgts,bskd->btkgd", weights, v, precision=lax.Precision.HIGHEST)
     return out.reshape(batch, q_length, heads, head_dim), lse
+
+
+def _weights(spec: AttentionSpec, logits, mask, per_head: PerHead, by_kv_head) -> tuple[jax.Array, jax.Array | None]:
+    """The weights [B, K, G, T, S], and lse [B, K, G, T] (None for sigmoid)."""
+    if spec.activation == "sigmoid":
+        if per_head.sigmoid_bias is not None:
+            logits = logits + by_kv_head(per_head.sigmoid_bias)
+        # Both choices are needed: a masked NaN logit has weight 0, but sigmoid's derivative there would be NaN.
+        return jnp.where(mask, jax.nn.sigmoid(jnp.where(mask, logits, 0)), 0), None
+    no_sinks = jnp.full((logits.shape[1], 1, 1, 1), -jnp.inf, logits.dtype)
+    sinks = no_sinks if per_head.sink_logits is None else by_kv_head(per_head.sink_logits)
+    logits = jnp.where(mask, logits, -jnp.inf)
+    # The maximum cancels, so it needs no gradient; rows that see nothing have none to subtract.
+    top = lax.stop_gradient(jnp.maximum(logits.max(axis=-1, keepdims=True), sinks))
+    top = jnp.where(jnp.isfinite(top), top, 0)
+    weights = jnp.where(mask, jnp.exp(jnp.where(mask, logits, 0) - top), 0)
+    total = weights.sum(axis=-1, keepdims=True) + jnp.exp(sinks - top)
+    sees_any = mask.any(axis=-1, keepdims=True)
+    total = jnp.where(sees_any, total, 1)
+    lse = jnp.where(sees_any, top + jnp.log(total), -jnp.inf)[..., 0]
+    return jnp.where(mask, weights / total, 0), lse  # a total may be NaN
 
 
 def routed_attention(

@@ -51,7 +51,7 @@ from pallas_kernels.tpu.schedule.pair_schedule import has_default_positions
 from pallas_kernels.tpu.schedule.row_list import list_rows
 from pallas_kernels.tpu.schedule.side_by_side import heads_side_by_side
 from pallas_kernels.tpu.tile.rotation import left_to_kernels
-from pallas_kernels.tpu.tile.tiles import Call
+from pallas_kernels.tpu.tile.tiles import Call, OutGradients, TpuOperands
 from pallas_kernels.tpu.window.geometry import blocks_back, heads_a_step, window_steps
 from pallas_kernels.tpu.window.window_backward_step import heads_in_one_piece
 
@@ -438,14 +438,14 @@ def _bench(
         call = _call(spec, where, given, tiles, branches, activation == "sigmoid", context)
         call, where = _rotating(dataclasses.replace(call, zero_cut=cut), where, tables)
         full_heads = None if rho is None else jnp.arange(K) >= round(rho * K)
+        x = TpuOperands(q, k, v, head_bias, where, full_heads)
         if branches:
-            routed = routed_launches(call, where, given)
-            return both_branches(routed, q, k, v, head_bias, where, full_heads)
+            return both_branches(routed_launches(call, where, given), x)
         launches = _launches(call, where, given, tiles)
         if not backward:
-            return passes.forward(launches.forward, q, k, v, head_bias, where, full_heads)
+            return passes.forward(launches.forward, x)
         dout, statistics = cotangents if activation == "softmax" else (*cotangents, None)
-        return passes.backward(launches.backward, q, k, v, head_bias, where, full_heads, dout, statistics)
+        return passes.backward(launches.backward, x, OutGradients(dout, statistics))
 
     cotangents = ((q, row) if activation == "softmax" else (q,)) if backward else ()
     return function, (q, kv, kv, head_bias, ids, *by_token, *cotangents)

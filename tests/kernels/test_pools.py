@@ -9,81 +9,89 @@ from pallas_kernels import AttentionSpec, decode_attention
 from pallas_kernels.math.spec import PerHead, Pools
 from pallas_kernels.pools import attend_over_pools
 
-from .suite import Implementation
+from .suite import Implementation, quick_jit
 from .tolerances import assert_close
 
+WINDOW, ENTRIES, HEADS, KV_HEADS, HEAD_DIM = 21, 90, 6, 3, 12
+WHOLE, RING = jnp.array([4, 99, 1]), jnp.array([99, 2, 99])  # slots of the heads; the pools have 5 and 3 rows
+IN_WHOLE = np.array([True, False, True])
 
-@pytest.mark.parametrize("implementation", ["tpu", "xla", "triton"])
+
+def normal(rng, *shape) -> jax.Array:
+    return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+
+def held_by_rings(lengths: np.ndarray, tokens: int, sinks: int) -> np.ndarray:
+    """Entry j holds the newest position p with (p - sinks) % size == j - sinks, and the sink tokens lie in front."""
+    size = WINDOW + tokens - 1
+    entry, last = np.arange(sinks + size)[None], lengths[:, None] - 1 - sinks
+    rotating = last - (last - (entry - sinks)) % size
+    held = np.where(entry < sinks, entry, rotating + sinks)
+    return np.where((held < lengths[:, None]) & ((entry < sinks) | (rotating >= 0)), held, -1)
+
+
+def pool(rng, x, rows: int, slots, index: np.ndarray) -> jax.Array:
+    """Of the heads that have a slot in it, the entries of x [B, S, K, D] at `index` [B, entries]."""
+    full = np.array(normal(rng, rows, *index.shape, HEAD_DIM))
+    for head in np.flatnonzero(np.asarray(slots) < rows):
+        full[slots[head]] = np.take_along_axis(np.asarray(x[:, :, head]), np.maximum(index, 0)[:, :, None], axis=1)
+    return jnp.asarray(full)
+
+
+CASES = [
+    (0, 1, ()),
+    (1, 2, ("sinks",)),
+    (2, 1, ("full_heads", "sinks")),
+    (3, 1, ("sigmoid", "full_from", "full_heads")),
+    (4, 5, ("sigmoid", "sinks")),
+    (5, 1, ("softcap", "full_from", "full_heads", "sinks")),
+]
+
+
 @pytest.mark.parametrize(
-    ("seed", "tokens", "options"),
+    ("seed", "tokens", "options", "implementation"),
     [
-        (0, 1, ()),
-        (1, 2, ("sinks",)),
-        (2, 1, ("full_heads", "sinks")),
-        (3, 1, ("sigmoid", "full_from", "full_heads")),
-        pytest.param(4, 5, ("sigmoid", "sinks"), marks=pytest.mark.slow),
-        pytest.param(5, 1, ("softcap", "full_from", "full_heads", "sinks"), marks=pytest.mark.slow),
+        pytest.param(*case, name, marks=[] if case[0] in quick else pytest.mark.slow)
+        for name, quick in (("tpu", (1, 3)), ("xla", range(4)), ("triton", range(4)))
+        for case in CASES
     ],
 )
 def test_each_head_reads_the_pool_that_it_is_in(seed, tokens, options, implementation, monkeypatch):
     """Whole sequences and rings side by side, against one dense cache; blocks of 16 show each of their edges."""
     Implementation("triton", block=16).install(monkeypatch)
-    rng = np.random.default_rng(seed)
-    batch, heads, kv_heads, head_dim, entries, window = 4, 6, 3, 12, 90, 21
-    sinks = 3 if "sinks" in options else 0
+    rng, lengths = np.random.default_rng(seed), np.array([90, 37, tokens, 22])
     spec = AttentionSpec(
-        window,
-        sinks,
+        WINDOW,
+        3 if "sinks" in options else 0,
         "sigmoid" if "sigmoid" in options else "softmax",
         logit_softcap=5.0 if "softcap" in options else None,
     )
-    lengths = jnp.array([90, 37, tokens, 22])
-
-    def normal(*shape):
-        return jnp.asarray(rng.normal(size=shape), jnp.float32)
-
-    q, dense = (normal(batch, tokens, heads, head_dim), [normal(batch, entries, kv_heads, head_dim) for _ in "kv"])
-    # Rings: entry j holds the newest position p with (p - sinks) % size == j - sinks, and the sink tokens lie in front.
-    size = window + tokens - 1
-    last = np.asarray(lengths)[:, None] - 1 - sinks
-    entry = np.arange(sinks + size)[None]
-    rotating = last - (last - (entry - sinks)) % size
-    held = np.where(entry < sinks, entry, rotating + sinks)
-    held = np.where((held < np.asarray(lengths)[:, None]) & ((entry < sinks) | (rotating >= 0)), held, -1)
-    in_whole = np.array([True, False, True])
-    whole_slots, ring_slots = jnp.array([4, 99, 1]), jnp.array([99, 2, 99])  # pools have 5 and 3 rows
-
-    def pool(x, rows, slots, index):
-        full = normal(rows, batch, index.shape[1], head_dim)
-        for head in np.flatnonzero(np.asarray(slots) < rows):
-            row = np.take_along_axis(np.asarray(x[:, :, head]), np.maximum(index, 0)[:, :, None], axis=1)
-            full = full.at[slots[head]].set(row)
-        return full
-
-    index = np.tile(np.arange(entries), (batch, 1))
-    whole = Pools(*(pool(x, 5, whole_slots, index) for x in dense), whole_slots)
-    rings = Pools(*(pool(x, 3, ring_slots, held) for x in dense), ring_slots, jnp.asarray(held, jnp.int32))
-    given = {"full_heads": jnp.asarray(in_whole)} if "full_heads" in options else {}
+    q = normal(rng, 4, tokens, HEADS, HEAD_DIM)
+    dense = [normal(rng, 4, ENTRIES, KV_HEADS, HEAD_DIM) for _ in "kv"]
+    held = held_by_rings(lengths, tokens, spec.num_sink_tokens)
+    index = np.tile(np.arange(ENTRIES), (4, 1))
+    whole = Pools(*(pool(rng, x, 5, WHOLE, index) for x in dense), WHOLE)
+    rings = Pools(*(pool(rng, x, 3, RING, held) for x in dense), RING, jnp.asarray(held, jnp.int32))
+    given = {"full_heads": jnp.asarray(IN_WHOLE)} if "full_heads" in options else {}
     if "sigmoid" in options:
-        given |= {"sigmoid_bias": normal(heads), "alibi_slopes": normal(heads) / 10}
+        given |= {"sigmoid_bias": normal(rng, HEADS), "alibi_slopes": normal(rng, HEADS) / 10}
     full_from = jnp.array([88, 0, 5, 30]) if "full_from" in options else None
-    out = jax.jit(
-        lambda q, whole, rings, given: attend_over_pools(
-            q,
-            whole,
-            spec,
-            PerHead(**given),
-            others=(rings, spec),
-            lengths=lengths,
-            full_from=full_from,
-            implementation=implementation,
+    asked = {"lengths": jnp.asarray(lengths), "full_from": full_from}
+
+    @quick_jit
+    def attend(q, whole, rings, given):
+        others = rings, spec
+        return attend_over_pools(
+            q, whole, spec, PerHead(**given), others=others, implementation=implementation, **asked
         )
-    )(q, whole, rings, given)
-    expected = decode_attention(
-        q, *dense, spec, lengths=lengths, full_from=full_from, **given, implementation="reference"
-    )
-    if full_from is not None:  # a ring holds no more than the window
+
+    @quick_jit
+    def reference(q, given):
+        out = decode_attention(q, *dense, spec, **asked, **given, implementation="reference")
+        if full_from is None:
+            return out
+        # A ring holds no more than the window.
         narrow = decode_attention(q, *dense, spec, lengths=lengths, **given, implementation="reference")
-        of_ring = np.repeat(~in_whole, heads // kv_heads)
-        expected = jnp.where(of_ring[:, None], narrow, expected)
-    assert_close(out, expected, "float32")
+        return jnp.where(np.repeat(~IN_WHOLE, HEADS // KV_HEADS)[:, None], narrow, out)
+
+    assert_close(attend(q, whole, rings, given), reference(q, given), "float32")

@@ -10,7 +10,7 @@ from pallas_kernels.math.ring import RowOrder
 from pallas_kernels.math.spec import PerHead, coordinates
 from pallas_kernels.tpu.schedule import pair_schedule, scheduled_backward, scheduled_forward
 
-from .suite import Implementation
+from .suite import Implementation, quick_jit
 from .tolerances import assert_close
 
 T = 128
@@ -39,10 +39,10 @@ def by_device(order: RowOrder, ids, attend, *arrays: jax.Array) -> jax.Array:
     held = order.tokens_as_held(T)
     whole = coordinates(T, T, q_segment_ids=ids)
     index = jnp.asarray(whole.q_order)
-    parts = []
-    for queries in held.reshape(order.devices, -1):
+
+    def on_device(queries):
         where = whole._replace(
-            q_pos=whole.q_pos[:, queries],
+            q_pos=jnp.asarray(whole.q_pos)[:, queries],
             kv_pos=whole.kv_pos[:, held],
             q_order=index[:, queries],
             kv_order=index[:, held],
@@ -50,7 +50,9 @@ def by_device(order: RowOrder, ids, attend, *arrays: jax.Array) -> jax.Array:
             kv_segment_ids=None if ids is None else whole.kv_segment_ids[:, held],
         )
         keys = (x[:, held] for x in arrays[:2])
-        parts.append(attend(*keys, *(x[:, queries] for x in arrays[2:]), where))
+        return attend(*keys, *(x[:, queries] for x in arrays[2:]), where)
+
+    parts = jax.lax.map(on_device, held.reshape(order.devices, -1))  # [devices, B, T / devices, ..]
     return jnp.concatenate(parts, axis=1)[:, np.argsort(held)]
 
 
@@ -89,7 +91,7 @@ def test_each_device_has_the_rows_of_one(schedules, zigzag, ids, spec, per_head,
             out = f(k, v, q)
             return jnp.sin(out).sum(), out
 
-        (_, out), gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(k, v, q)
+        (_, out), gradients = quick_jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(k, v, q)
         return out, gradients
 
     (out, gradients), (expected, expected_gradients) = differentiated(here), differentiated(there)

@@ -171,14 +171,13 @@ def test_routed_backward(monkeypatch, name, gate):
     spec, _ = CALLS[name]
     found = []
 
-    def backward(launches, q, k, v, head_bias, where, full_heads, dout, statistics, num_active, added):
+    def backward(launches, x, gradients, num_active, added):
         """The rows of the batch three times: clean, with poisoned keys and values, and with poisoned cotangents.
 
         What the pass over the window found is not `added`, so that each pass shows what it touches itself.
         """
-        k, v = nonfinite(k, 1), nonfinite(v, 1)
-        arguments = launches, q, k, v, head_bias, where, full_heads, nonfinite(dout, 2), statistics, num_active
-        found.append(passes.backward(*arguments))
+        x = x._replace(k=nonfinite(x.k, 1), v=nonfinite(x.v, 1))
+        found.append(passes.backward(launches, x, gradients._replace(dout=nonfinite(gradients.dout, 2)), num_active))
         return found[-1]
 
     def nonfinite(x, copy):  # [3 * BLOCKS, H, T, D]

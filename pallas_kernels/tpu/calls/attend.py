@@ -10,11 +10,18 @@ from pallas_kernels.math.parts import named, natural_lse, vary_alike
 from pallas_kernels.math.ring import Ring, attend_to_all, gradients_of_all, one_part
 from pallas_kernels.math.spec import Coordinates, PerHead
 from pallas_kernels.tpu.calls.launches import Given, Launches, attention_call, attention_launches
-from pallas_kernels.tpu.calls.layout import head_major, pack_statistics, pad_coordinates, stack_head_bias, token_major
+from pallas_kernels.tpu.calls.layout import (
+    head_major,
+    pack_statistics,
+    pad_coordinates,
+    stack_head_bias,
+    token_major,
+    with_keys,
+)
 from pallas_kernels.tpu.calls.passes import backward, forward
 from pallas_kernels.tpu.tile.pairs import gather, spread
 from pallas_kernels.tpu.tile.rotation import multiplied
-from pallas_kernels.tpu.tile.tiles import Call
+from pallas_kernels.tpu.tile.tiles import Call, OutGradients, TpuOperands
 
 
 def attend_to_keys(
@@ -37,7 +44,7 @@ def attend_to_keys(
     call = attention_call(call, here, given)
     launches = attention_launches(call, here, given)
     q = head_major(multiplied(call, q), call.tiles.q_block)
-    arguments = (
+    x = TpuOperands(
         spread(q) if pairs else q,
         head_major(k, call.tiles.kv_block),
         head_major(v, call.tiles.kv_block),
@@ -45,51 +52,47 @@ def attend_to_keys(
         where,
         per_head.full_heads,
     )
-    out, lse = _core(launches, ring, *vary_alike(arguments))
+    out, lse = _core(launches, ring, vary_alike(x))
     out = gather(out) if pairs else out
     return token_major(out, length), None if lse is None else lse[:, :, 0, :length].transpose(0, 2, 1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _core(launches: Launches, ring: Ring | None, q, k, v, head_bias, where: Coordinates, full_heads):
-    return _core_fwd(launches, ring, q, k, v, head_bias, where, full_heads)[0]
+def _core(launches: Launches, ring: Ring | None, x: TpuOperands):
+    return _core_fwd(launches, ring, x)[0]
 
 
-def _core_fwd(launches, ring, q, k, v, head_bias, where, full_heads):
-    out, lse = named(*forward_to_all(launches, ring, q, k, v, head_bias, where, full_heads))
-    return (out, natural_lse(lse)), (q, k, v, head_bias, where, full_heads, out, lse)
+def _core_fwd(launches, ring, x):
+    out, lse = named(*forward_to_all(launches, ring, x))
+    return (out, natural_lse(lse)), (x, out, lse)
 
 
-def forward_to_all(
-    launches: Launches, ring: Ring | None, q, k, v, head_bias, where: Coordinates, full_heads
-) -> tuple[jax.Array, ...]:
-    """`passes.forward` over the keys of all devices of a ring; `where` is not padded."""
+def forward_to_all(launches: Launches, ring: Ring | None, x: TpuOperands) -> tuple[jax.Array, ...]:
+    """`passes.forward` over the keys of all devices of a ring; `x.where` is not padded."""
 
     def attend(keys, where, results, last):
-        (k, v), here = keys, launches if last else launches.in_parts()
-        where = pad_coordinates(where, launches.call.tiles)
-        return forward(here.forward, q, k, v, head_bias, where, full_heads, initial=results)
+        here = launches if last else launches.in_parts()
+        return forward(here.forward, with_keys(x, keys, pad_coordinates(where, launches.call.tiles)), results)
 
-    return attend_to_all(ring, (k, v), where, attend)
+    return attend_to_all(ring, (x.k, x.v), x.where, attend)
 
 
 def _core_bwd(launches, ring, saved, cotangents):
-    q, k, v, head_bias, where, full_heads, out, lse = saved
-    dout, dlse = cotangents
+    (x, out, lse), (dout, dlse) = saved, cotangents
     statistics = None
     if lse is not None:
         delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)[:, :, None] - dlse
         statistics = pack_statistics(lse, delta)
 
     def of_part(keys, where):
-        (k, v), where = keys, pad_coordinates(where, launches.call.tiles)
-        return backward(launches.backward, q, k, v, head_bias, where, full_heads, dout, statistics)
+        here = with_keys(x, keys, pad_coordinates(where, launches.call.tiles))
+        return backward(launches.backward, here, OutGradients(dout, statistics))
 
-    dq, dk, dv, *dbias = gradients_of_all(ring, (k, v), where, of_part)
-    dhead_bias = jnp.zeros_like(head_bias)
+    dq, dk, dv, *dbias = gradients_of_all(ring, (x.k, x.v), x.where, of_part)
+    dhead_bias = jnp.zeros_like(x.head_bias)
     if dbias:
         dhead_bias = dhead_bias.at[1].set(dbias[0].sum(axis=(0, 2, 3)))
-    return dq.astype(q.dtype), dk, dv, dhead_bias, None, None
+    return (TpuOperands(dq.astype(x.q.dtype), dk, dv, dhead_bias, None, None),)  # type: ignore[arg-type]  # integers
 
 
 _core.defvjp(_core_fwd, _core_bwd)

@@ -6,6 +6,7 @@ import numpy as np
 
 from pallas_kernels.blocks import Tiles
 from pallas_kernels.math.spec import Coordinates, PerHead
+from pallas_kernels.tpu.tile.tiles import TpuOperands
 
 
 def head_major(x: jax.Array, block: int) -> jax.Array:
@@ -39,6 +40,11 @@ def pad_keys(where: Coordinates, tiles: Tiles) -> Coordinates:
         kv_order=pad(where.kv_order, tiles.kv_block, 1, -1),
         kv_segment_ids=pad(where.kv_segment_ids, tiles.kv_block, 1, 0),
     )
+
+
+def with_keys(x: TpuOperands, keys: tuple[jax.Array, jax.Array], where: Coordinates) -> TpuOperands:
+    """The same queries with other keys and values, and where all of these are."""
+    return x._replace(k=keys[0], v=keys[1], where=where)
 
 
 def stack_head_bias(heads: int, per_head: PerHead) -> jax.Array:

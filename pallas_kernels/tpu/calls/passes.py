@@ -9,73 +9,58 @@ from pallas_kernels.math.spec import Coordinates
 from pallas_kernels.tpu.calls.launches import Launch
 from pallas_kernels.tpu.schedule.scheduled_backward import scheduled_backward
 from pallas_kernels.tpu.schedule.scheduled_forward import scheduled_forward
-from pallas_kernels.tpu.tile.tiles import LaunchHeads
+from pallas_kernels.tpu.tile.tiles import LaunchHeads, OutGradients, TpuOperands
 from pallas_kernels.tpu.window.geometry import packed_segments
 from pallas_kernels.tpu.window.sink_gradients import add_to_sinks
 from pallas_kernels.tpu.window.window_backward import window_backward
 from pallas_kernels.tpu.window.window_forward import window_forward
 
 
-def forward(
-    launches: Sequence[Launch], q, k, v, head_bias, where: Coordinates, full_heads, initial: tuple[jax.Array, ...] = ()
-) -> tuple[jax.Array, ...]:
-    """out [B, H, T, D] and, for softmax, lse [B, H, 1, T] in base 2, of head-major, padded arrays and
-    multiplied queries.
+def forward(launches: Sequence[Launch], x: TpuOperands, initial: tuple[jax.Array, ...] = ()) -> tuple[jax.Array, ...]:
+    """out [B, H, T, D] and, for softmax, lse [B, H, 1, T] in base 2.
 
     Args:
-      head_bias: [2, H] f32, ALiBi slopes and biases.
       initial: results over other keys, which these shall include.
     """
-    served, results = _heads(k.shape[1], full_heads), tuple[jax.Array, ...]()
+    served, results = _heads(x), tuple[jax.Array, ...]()
     for one in launches:
-        call, heads, arrays = one.call, served[one.heads], (q, k, v, head_bias)
+        call, heads = one.call, served[one.heads]
+        here = x._replace(where=of_full_rows(x.where)) if one.full_rows else x
         if one.kernel == "window_forward":
-            results = window_forward(call, *arrays, where, heads, results)
+            results = window_forward(call, x, heads, results)
         elif one.full_rows:
-            results = scheduled_forward(call, *arrays, of_full_rows(where), heads, initial=results, listed=one.listed)
+            results = scheduled_forward(call, here, heads, initial=results, listed=one.listed)
         else:
-            results = scheduled_forward(call, *arrays, where, heads, results, initial)
+            results = scheduled_forward(call, x, heads, results, initial)
     return results
 
 
 def backward(
-    launches: Sequence[Launch],
-    q,
-    k,
-    v,
-    head_bias,
-    where: Coordinates,
-    full_heads,
-    dout,
-    statistics,
-    num_active=None,
-    added=(),
+    launches: Sequence[Launch], x: TpuOperands, gradients: OutGradients, num_active=None, added=()
 ) -> tuple[jax.Array, ...]:
     """dq, dk, dv and, with a bias, its gradient by row [B, H, 1, T].
 
     Args:
-      dout: [B, H, T, D].
-      statistics: [B, H, 8, T] f32, lse in base 2 and delta, the rest unused; None for sigmoid.
       num_active: [] int32: query blocks behind so many have no cotangents; what is returned of them is undefined.
       added: dk and dv of other keys than a window's, to be added to these.
     """
-    served, results, segments = _heads(k.shape[1], full_heads), tuple[jax.Array, ...](), None
+    served, results, segments = _heads(x), tuple[jax.Array, ...](), None
     for one in launches:
-        call, cotangents = one.call, (dout, statistics)
-        arrays = q, k, v, head_bias, of_full_rows(where) if one.full_rows else where, served[one.heads]
+        call, here = one.call, x._replace(where=of_full_rows(x.where)) if one.full_rows else x
+        arrays = here, served[one.heads], gradients
         if one.kernel == "window_backward":
-            segments = None if where.q_segment_ids is None else packed_segments(call, where)
-            results = window_backward(call, *arrays, *cotangents, segments, results)
+            segments = None if x.where.q_segment_ids is None else packed_segments(call, x.where)
+            results = window_backward(call, *arrays, segments, results)
         elif one.kernel == "window_sink_gradients":
             results = add_to_sinks(call, segments, results)
         elif one.listed:
             dq, dk, dv, *dbias = results
-            results = scheduled_backward(call, *arrays, *cotangents, added=(dk, dv), listed_results=(dq, *dbias))
+            results = scheduled_backward(call, *arrays, added=(dk, dv), listed_results=(dq, *dbias))
         elif one.full_rows:
-            more = scheduled_backward(call, *arrays, *cotangents)
+            more = scheduled_backward(call, *arrays)
             results = tuple(a + b for a, b in zip(results, more, strict=True))
         else:
-            results = scheduled_backward(call, *arrays, *cotangents, results, num_active, added)
+            results = scheduled_backward(call, *arrays, results, num_active, added)
     return results
 
 
@@ -86,8 +71,9 @@ def of_full_rows(where: Coordinates) -> Coordinates:
     return where._replace(q_pos=position, full_rows=None)
 
 
-def _heads(kv_heads: int, full_heads: jax.Array | None) -> dict[str, LaunchHeads]:
+def _heads(x: TpuOperands) -> dict[str, LaunchHeads]:
     """The heads of a launch, by `Launch.heads`."""
+    kv_heads, full_heads = x.k.shape[1], x.full_heads
     every = {"all": LaunchHeads(kv_heads)}
     if full_heads is None:
         return every

@@ -42,13 +42,14 @@ from pallas_kernels.tpu.calls.layout import (
     pad_queries,
     stack_head_bias,
     token_major,
+    with_keys,
 )
 from pallas_kernels.tpu.calls.passes import backward, forward
 from pallas_kernels.tpu.calls.rows import add_rows, choose, gather_rows
 from pallas_kernels.tpu.schedule.scheduled_forward import branches_forward
 from pallas_kernels.tpu.tile.cotangents import Branch, Cotangents, divide
 from pallas_kernels.tpu.tile.rotation import left_to_kernels, multiplied
-from pallas_kernels.tpu.tile.tiles import Call, LaunchHeads
+from pallas_kernels.tpu.tile.tiles import Call, LaunchHeads, OutGradients, TpuOperands
 
 
 def routed_attention(
@@ -71,93 +72,31 @@ def routed_attention(
       inference: compute the full branch of rows with a gate only; without disagreement, and not differentiable by the
         gate.
     """
-    if not inference:
-        return _attend_both(q, k, v, gate, spec, where, per_head, ring, order, rotation)
-    calls = inference_calls(call_of(q, spec, one_part(ring, where), per_head, order))
-
-    def part(q, where, outside):
-        return attend_to_keys(calls[outside], q, k, v, where, per_head, ring)
-
-    return route(part, q, gate, where, per_head.sink_logits, inference=True)
-
-
-def _attend_both(q, k, v, gate, spec, where: Coordinates, per_head: PerHead, ring, order, rotation):
-    """`routed_attention` that can be differentiated, in q's dtype."""
-    (_, length, heads, _), full_heads = q.shape, per_head.full_heads
     here = one_part(ring, where)
-    call, where = left_to_kernels(call_of(q, spec, here, per_head, order), where, rotation)
+    call = call_of(q, spec, here, per_head, order)
+    if inference:
+        calls = inference_calls(call)
+
+        def part(q, where, outside):
+            return attend_to_keys(calls[outside], q, k, v, where, per_head, ring)
+
+        return route(part, q, gate, where, per_head.sink_logits, inference=True)
+
+    (_, length, heads, _), full_heads = q.shape, per_head.full_heads
+    call, where = left_to_kernels(call, where, rotation)
     given = Given(q.shape[3], k.dtype, device_kind(), full_heads is not None)
     call = routed_call(call, here, given)
     launches = routed_launches(call, here, given, in_ring=ring is not None)
     q = pad(multiplied(call, q), call.tiles.q_block, 1, 0)
     k, v = (pad(x, call.tiles.kv_block, 1, 0) for x in (k, v))
-    gate = pad(gate, call.tiles.q_block, 1, 0)
-    where, head_bias = pad_queries(where, call.tiles), stack_head_bias(heads, per_head)
-    arrays = q, k, v, gate, head_bias, per_head.sink_logits, where, full_heads
-    out, disagreement = _mixed(launches, ring, *vary_alike(arrays))
+    gate, where = pad(gate, call.tiles.q_block, 1, 0), pad_queries(where, call.tiles)
+    x = _Routed(q, k, v, gate, stack_head_bias(heads, per_head), per_head.sink_logits, where, full_heads)
+    out, disagreement = _mixed(launches, ring, vary_alike(x))
     return out[:, :length], disagreement[:, :length]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _mixed(
-    launches: RoutedLaunches, ring: Ring | None, q, k, v, gate, head_bias, sink_logits, where: Coordinates, full_heads
-):
-    """As `_attend_both`, of padded arrays and multiplied queries; where the keys are is not padded."""
-    return _mixed_fwd(launches, ring, q, k, v, gate, head_bias, sink_logits, where, full_heads)[0]
-
-
-def _mixed_fwd(launches, ring, q, k, v, gate, head_bias, sink_logits, where: Coordinates, full_heads):
-    call, arrays = launches.call, _head_major(launches.call, q, k, v)
-    if ring is None:
-        passes = both_branches(launches, *arrays, head_bias, pad_keys(where, call.tiles), full_heads)
-    else:
-        passes = _branches_to_all(launches, ring, *arrays, head_bias, where, full_heads)
-
-    # Kept as the kernels give them: the backward pass reads what was kept, and no copy of it.
-    dtype = call.result_dtype(q)
-    window, full = (Branch(*named(out.astype(dtype), *(x[:, :, 0] for x in lse))) for out, *lse in passes)
-    out, disagreement = mix(gate, *_by_token(window), *_by_token(full), sink_logits)
-    return (out.astype(q.dtype), disagreement), _Saved(
-        q, k, v, gate, head_bias, sink_logits, where, full_heads, window, full
-    )
-
-
-def _by_token(branch: Branch) -> tuple[jax.Array, jax.Array | None]:
-    """out [B, T, H, D] and its natural lse [B, T, H]."""
-    out, lse = branch
-    return out.transpose(0, 2, 1, 3), None if lse is None else natural_lse(lse.swapaxes(1, 2))
-
-
-def both_branches(
-    launches: RoutedLaunches, q, k, v, head_bias, where: Coordinates, full_heads
-) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """out and lse of the window and of all keys, head-major: from one kernel, or from two where that cannot be."""
-    arrays = q, k, v, head_bias, where
-    if launches.together:
-        return branches_forward(launches.window.forward[0].call, *arrays, LaunchHeads(k.shape[1]))
-    window = forward(launches.window.forward, *arrays, full_heads)
-    return window, forward(launches.outside.forward, *arrays, full_heads, initial=window)
-
-
-def _branches_to_all(launches: RoutedLaunches, ring: Ring, q, k, v, head_bias, where: Coordinates, full_heads):
-    """`both_branches` over the keys of all devices of a ring: each part's are added up."""
-    call = launches.call
-
-    def attend_both(keys, where, results, last):
-        (k, v), where = keys, pad_keys(where, call.tiles)
-        both = zip((launches.window, launches.outside), results, strict=True)
-        return tuple(forward(one.forward, q, k, v, head_bias, where, full_heads, so_far) for one, so_far in both)
-
-    window, outside = attend_to_all(ring, (k, v), where, attend_both, ((), ()))
-    if not call.softmax:
-        return window, (window[0] + outside[0],)
-    (window_out, window_lse), (outside_out, outside_lse) = window, outside  # lse: [B, H, 1, T]
-    full, lse = merge(window_out, window_lse[:, :, 0], outside_out, outside_lse[:, :, 0], base=2)
-    return window, (full, lse[:, :, None])
-
-
-class _Saved(NamedTuple):
-    """What the backward pass needs of the forward pass."""
+class _Routed(NamedTuple):
+    """Padded arrays, with multiplied queries; where the keys are is not padded."""
 
     q: jax.Array  # [B, T, H, D]
     k: jax.Array
@@ -167,74 +106,123 @@ class _Saved(NamedTuple):
     sink_logits: jax.Array | None
     where: Coordinates
     full_heads: jax.Array | None
+
+    def head_major(self, call: Call) -> TpuOperands:
+        q = head_major(self.q, call.tiles.q_block)
+        k, v = (head_major(x, call.tiles.kv_block) for x in (self.k, self.v))
+        return TpuOperands(q, k, v, self.head_bias, self.where, self.full_heads)
+
+
+class _Saved(NamedTuple):
+    """What the backward pass needs of the forward pass."""
+
+    given: _Routed
     window: Branch
     full: Branch
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _mixed(launches: RoutedLaunches, ring: Ring | None, given: _Routed):
+    """The mixed result in q's dtype, and the disagreement, still padded."""
+    return _mixed_fwd(launches, ring, given)[0]
+
+
+def _mixed_fwd(launches, ring, given: _Routed):
+    call, x = launches.call, given.head_major(launches.call)
+    if ring is None:
+        passes = both_branches(launches, x._replace(where=pad_keys(x.where, call.tiles)))
+    else:
+        passes = _branches_to_all(launches, ring, x)
+
+    # Kept as the kernels give them: the backward pass reads what was kept, and no copy of it.
+    dtype = call.result_dtype(given.q)
+    window, full = (Branch(*named(out.astype(dtype), *(y[:, :, 0] for y in lse))) for out, *lse in passes)
+    out, disagreement = mix(given.gate, *_by_token(window), *_by_token(full), given.sink_logits)
+    return (out.astype(given.q.dtype), disagreement), _Saved(given, window, full)
+
+
+def _by_token(branch: Branch) -> tuple[jax.Array, jax.Array | None]:
+    """out [B, T, H, D] and its natural lse [B, T, H]."""
+    out, lse = branch
+    return out.transpose(0, 2, 1, 3), None if lse is None else natural_lse(lse.swapaxes(1, 2))
+
+
+def both_branches(launches: RoutedLaunches, x: TpuOperands) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """out and lse of the window and of all keys, head-major: from one kernel, or from two where that cannot be."""
+    if launches.together:
+        return branches_forward(launches.window.forward[0].call, x, LaunchHeads(x.k.shape[1]))
+    window = forward(launches.window.forward, x)
+    return window, forward(launches.outside.forward, x, initial=window)
+
+
+def _branches_to_all(launches: RoutedLaunches, ring: Ring, x: TpuOperands):
+    """`both_branches` over the keys of all devices of a ring: each part's are added up."""
+    call = launches.call
+
+    def attend_both(keys, where, results, last):
+        here = with_keys(x, keys, pad_keys(where, call.tiles))
+        both = zip((launches.window, launches.outside), results, strict=True)
+        return tuple(forward(one.forward, here, so_far) for one, so_far in both)
+
+    window, outside = attend_to_all(ring, (x.k, x.v), x.where, attend_both, ((), ()))
+    if not call.softmax:
+        return window, (window[0] + outside[0],)
+    (window_out, window_lse), (outside_out, outside_lse) = window, outside  # lse: [B, H, 1, T]
+    full, lse = merge(window_out, window_lse[:, :, 0], outside_out, outside_lse[:, :, 0], base=2)
+    return window, (full, lse[:, :, None])
+
+
 def _mixed_bwd(launches, ring, saved: _Saved, cotangents):
-    call, q, k, head_bias, where = launches.call, saved.q, saved.k, saved.head_bias, saved.where
+    call, given = launches.call, saved.given
+    where, length = given.where, given.q.shape[1]
     dout, ddisagreement = cotangents
     dout = head_major(dout, call.tiles.q_block)
-    divided = divide(saved.gate, saved.sink_logits, saved.window, saved.full, dout, ddisagreement)
+    divided = divide(given.gate, given.sink_logits, saved.window, saved.full, dout, ddisagreement)
     of_window, of_full, dgate, dsinks = divided
-    arrays = _head_major(call, q, k, saved.v)
-    run = functools.partial(_run_backward, call.tiles, ring, saved, arrays[1:])
-    dq, dk, dv, *dbias = run(launches.window, arrays[0], where, of_window)
+    x = given.head_major(call)
+    run = functools.partial(_run_backward, call.tiles, ring)
+    dq, dk, dv, *dbias = run(launches.window, x, of_window)
 
     # Rows that reach outside; what is not finite reaches everywhere.
-    active = (saved.gate != 0) | (ddisagreement != 0) | ~jnp.isfinite(dgate)
-    num_active, length = active.sum(axis=1, keepdims=True), q.shape[1]
+    active = (given.gate != 0) | (ddisagreement != 0) | ~jnp.isfinite(dgate)
+    num_active = active.sum(axis=1, keepdims=True)
     tile = launches.outside.call.tiles.q_block
     chosen = choose(active, tile)
-    queries, dout = gather_rows(call, chosen, arrays[0], (of_full.out,), tile, where)
+    queries, dout = gather_rows(call, chosen, x.q, (of_full.out,), tile, where)
     order = members(active, length)
     is_active = jnp.arange(length) < num_active
     rows, of_rows = _coordinates_of_rows(call, where, order, is_active, of_full._replace(out=dout))
     blocks = -(-num_active.max() // tile)
     added = (dk, dv) if ring is None else ()
-    results = run(launches.outside, queries, rows, of_rows, blocks, added)
+    results = run(launches.outside, x._replace(q=queries, where=rows), of_rows, blocks, added)
     dq_outside, dk_outside, dv_outside, *dbias_outside = results
     dq = token_major(add_rows(call, chosen, dq, dq_outside, tile, where), length)
     dk, dv = (dk_outside, dv_outside) if ring is None else (dk + dk_outside, dv + dv_outside)
-    dk, dv = (token_major(x, k.shape[1]) for x in (dk, dv))
-    dhead_bias = jnp.zeros_like(head_bias)
+    dk, dv = (token_major(y, given.k.shape[1]) for y in (dk, dv))
+    dhead_bias = jnp.zeros_like(given.head_bias)
     if dbias:
         more = jnp.where(is_active[:, None, None], dbias_outside[0], 0)
         dhead_bias = dhead_bias.at[1].set((dbias[0].sum(axis=3) + more.sum(axis=3)).sum(axis=(0, 2)))
-    return dq.astype(q.dtype), dk, dv, dgate.astype(saved.gate.dtype), dhead_bias, dsinks, None, None
+    dq, dgate = dq.astype(given.q.dtype), dgate.astype(given.gate.dtype)
+    return (_Routed(dq, dk, dv, dgate, dhead_bias, dsinks, None, None),)  # type: ignore[arg-type]  # integers
 
 
 _mixed.defvjp(_mixed_fwd, _mixed_bwd)
 
 
 def _run_backward(
-    tiles: Tiles,
-    ring: Ring | None,
-    saved: _Saved,
-    keys,
-    launches: Launches,
-    q,
-    where: Coordinates,
-    by_query: Cotangents,
-    num_active=None,
-    added=(),
+    tiles: Tiles, ring: Ring | None, launches: Launches, x: TpuOperands, by_query: Cotangents, num_active=None, added=()
 ):
-    """`backward` of head-major queries.
-
-    Args:
-      tiles: those that the keys are padded for.
-      keys: the head-major keys and values.
-    """
+    """`backward` over the keys of all devices of a ring; `tiles` are those that the keys are padded for."""
     statistics = None
     if by_query.lse is not None and by_query.delta is not None:
         statistics = pack_statistics(by_query.lse[:, :, None], by_query.delta[:, :, None])
 
     def of_part(keys, where):
-        (k, v), where = keys, pad_keys(where, tiles)
-        arrays = q, k, v, saved.head_bias, where, saved.full_heads, by_query.out, statistics
-        return backward(launches.backward, *arrays, num_active, added)
+        here = with_keys(x, keys, pad_keys(where, tiles))
+        return backward(launches.backward, here, OutGradients(by_query.out, statistics), num_active, added)
 
-    return gradients_of_all(ring, keys, where, of_part)
+    return gradients_of_all(ring, (x.k, x.v), x.where, of_part)
 
 
 def _gather(order: jax.Array, x: jax.Array) -> jax.Array:
@@ -270,8 +258,3 @@ def _coordinates_of_rows(
         full = full._replace(lse=lse, delta=delta)
     rows["q_pos"] = jnp.where(is_active, rows["q_pos"], -1)
     return where._replace(**rows, q_cos=None, q_sin=None), full
-
-
-def _head_major(call: Call, q, k, v) -> tuple[jax.Array, jax.Array, jax.Array]:
-    tiles = call.tiles
-    return head_major(q, tiles.q_block), head_major(k, tiles.kv_block), head_major(v, tiles.kv_block)

@@ -17,8 +17,20 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.math.nonfinite import finite, is_finite, sees_non_finite
 from pallas_kernels.math.spec import Coordinates
-from pallas_kernels.tpu.tile.rotation import add_tables, rotate_gradient_back, rotate_tile
-from pallas_kernels.tpu.tile.tiles import LANES, NN, Call, LaunchHeads, Ref, dot, launch, shape_like, split
+from pallas_kernels.tpu.tile.rotation import rotate_gradient_back, rotate_tile, table_blocks
+from pallas_kernels.tpu.tile.tiles import (
+    LANES,
+    NN,
+    Block,
+    Call,
+    LaunchGrid,
+    LaunchHeads,
+    Ref,
+    dot,
+    launch,
+    shape_like,
+    split,
+)
 
 _CHUNK = 512  # tokens
 _MXU = 256  # columns of the widest matrix unit, which several heads fill
@@ -66,36 +78,28 @@ def gather_rows(
     """
     arrays = q, *others
     grid = _RowsGrid(chosen, q, tile, len(arrays))
-    inputs, in_specs = grid.tables(where)
+    tables = grid.tables(where)
     return launch(
         call,
-        functools.partial(_gather_rows_kernel, grid, call, len(inputs)),
+        functools.partial(_gather_rows_kernel, grid, call, len(tables)),
         "rows_together",
-        grid=grid.shape,
-        scalars=chosen[1:],
-        heads=LaunchHeads(1),
-        inputs=[chosen.rank, *inputs, *arrays],
-        in_specs=[grid.of_ranks, *in_specs, *[grid.of_chunks] * len(arrays)],
-        outputs=[shape_like(x.shape, x.dtype, x) for x in arrays],
-        out_specs=[grid.of_tiles] * len(arrays),
+        grid=LaunchGrid(grid.shape, LaunchHeads(1), chosen[1:]),
+        inputs=[Block(chosen.rank, grid.of_ranks), *tables, *(Block(x, grid.of_chunks) for x in arrays)],
+        outputs=[Block(shape_like(x.shape, x.dtype, x), grid.of_tiles) for x in arrays],
     )
 
 
 def add_rows(call: Call, chosen: Chosen, dq: jax.Array, rows: jax.Array, tile: int, where: Coordinates) -> jax.Array:
     """dq [B, H, T, D] with `rows`, the gradients of what `gather_rows` made of the queries, added for their tokens."""
     grid = _RowsGrid(chosen, dq, tile, 2)
-    inputs, in_specs = grid.tables(where)
+    tables = grid.tables(where)
     (result,) = launch(
         call,
-        functools.partial(_add_rows, grid, call, len(inputs)),
+        functools.partial(_add_rows, grid, call, len(tables)),
         "rows_added",
-        grid=grid.shape,
-        scalars=chosen[1:],
-        heads=LaunchHeads(1),
-        inputs=[chosen.rank, *inputs, dq, rows],
-        in_specs=[grid.of_ranks, *in_specs, grid.of_chunks, grid.of_tiles],
-        outputs=[shape_like(dq.shape, dq.dtype, dq)],
-        out_specs=[grid.of_chunks],
+        grid=LaunchGrid(grid.shape, LaunchHeads(1), chosen[1:]),
+        inputs=[Block(chosen.rank, grid.of_ranks), *tables, Block(dq, grid.of_chunks), Block(rows, grid.of_tiles)],
+        outputs=[Block(shape_like(dq.shape, dq.dtype, dq), grid.of_chunks)],
     )
     return result
 
@@ -142,12 +146,9 @@ class _RowsGrid:
         self.of_tiles = spec((None, heads, tile, head_dim), lambda b, h, tile, chunk: (b, h, tile, 0))
         self.of_table = functools.partial(spec, (None, self.chunk, head_dim))
 
-    def tables(self, where: Coordinates) -> tuple[list[jax.Array], list[pl.BlockSpec]]:
-        """What the queries of a chunk are rotated by, if they come unrotated, and where it lies."""
-        inputs: list[jax.Array] = []
-        in_specs: list[pl.BlockSpec] = []
-        add_tables(where, inputs, in_specs, lambda row: self.of_table(lambda b, h, tile, chunk: (row(b), chunk, 0)))
-        return inputs, in_specs
+    def tables(self, where: Coordinates) -> list[Block]:
+        """What the queries of a chunk are rotated by, if they come unrotated."""
+        return table_blocks(where, lambda row: self.of_table(lambda b, h, tile, chunk: (row(b), chunk, 0)))
 
     def at(self, numbers: Ref) -> tuple[jax.Array, jax.Array]:
         """A number of this step's pair, and whether the pair before it has another."""

@@ -167,6 +167,32 @@ def _visited(
     return Visited(visits, kv_pos, q_pos[:, 0], first_full)
 
 
+def _static(form: Form, q, k, kv_heads: int, spec: AttentionSpec, per_head: PerHead) -> DecodeStatic:
+    _, length, num_heads, head_dim = q.shape
+    call = Call(
+        dataclasses.replace(spec, scale=spec.scale_for(head_dim)),
+        Tiles(),
+        has_slopes=per_head.alibi_slopes is not None,
+        has_bias=per_head.sigmoid_bias is not None,
+        interpret=not on_tpu(),
+    )
+    entries = k.shape[3 if form.by_lanes else 2]
+    entry_bytes = 2 * head_dim * k.dtype.itemsize
+    heads, block = choose_steps(spec, entries, kv_heads, entry_bytes, device_kind(), form.scattered)
+    return DecodeStatic(
+        call,
+        form,
+        has_sinks=per_head.sink_logits is not None,
+        has_full_heads=per_head.full_heads is not None,
+        kv_heads=kv_heads,
+        heads=heads,
+        rows=round_up(length * num_heads // kv_heads, 8),
+        entries=entries,
+        block=block,
+        num_blocks=pl.cdiv(entries, block),
+    )
+
+
 def _decode(
     form: Form,
     q,
@@ -178,33 +204,9 @@ def _decode(
     per_head: PerHead,
     visited: Visited | None = None,
 ) -> jax.Array:
-    alibi_slopes, sigmoid_bias = per_head.alibi_slopes, per_head.sigmoid_bias
-    sink_logits, full_heads = per_head.sink_logits, per_head.full_heads
     batch, length, num_heads, head_dim = q.shape
     kv_heads, group = slots.shape[0], num_heads // slots.shape[0]
-    kind = device_kind()
-    call = Call(
-        dataclasses.replace(spec, scale=spec.scale_for(head_dim)),
-        Tiles(),
-        has_slopes=alibi_slopes is not None,
-        has_bias=sigmoid_bias is not None,
-        interpret=not on_tpu(),
-    )
-    entries = k.shape[3 if form.by_lanes else 2]
-    entry_bytes = 2 * head_dim * k.dtype.itemsize
-    heads, block = choose_steps(spec, entries, kv_heads, entry_bytes, kind, form.scattered)
-    static = DecodeStatic(
-        call,
-        form,
-        sink_logits is not None,
-        full_heads is not None,
-        kv_heads,
-        heads,
-        round_up(length * group, 8),
-        entries,
-        block,
-        pl.cdiv(entries, block),
-    )
+    static, full_heads = _static(form, q, k, kv_heads, spec, per_head), per_head.full_heads
 
     def fold(x):  # [.., T, H, ..] -> [B, K * rows, ..], a row being (token, head of the group)
         x = x.reshape(x.shape[0], length, kv_heads, group, *x.shape[3:]).swapaxes(1, 2)
@@ -213,18 +215,18 @@ def _decode(
         return x.reshape(x.shape[0], kv_heads * static.rows, *x.shape[3:])
 
     if visited is None:
-        visited = _visited(spec, where, batch, entries, block, full_heads is not None)
+        visited = _visited(spec, where, batch, static.entries, static.block, full_heads is not None)
     visits, kv_pos, q_start, first_full = visited
     scalars = [visits.pairs, slots, q_start, first_full]
     if full_heads is not None:
         scalars.append(full_heads)
     info = [jnp.broadcast_to(jnp.arange(length)[:, None], (length, num_heads))]
-    info += [jnp.zeros(num_heads) if x is None else x for x in (alibi_slopes, sigmoid_bias, sink_logits)]
+    info += [jnp.zeros(num_heads) if x is None else x for x in per_head[:3]]  # slopes, biases, sink logits
     info = [jnp.broadcast_to(x.astype(jnp.float32), (length, num_heads)) for x in info]
     row_info = fold(jnp.stack(info, axis=-1)[None])[0]  # [K * rows, 4]: token, slope, bias, sink logit
     row_info = jnp.pad(row_info, ((0, 0), (0, LANES - 4)))
     # In float32 a tile may have 8 rows; bfloat16 would fill twice as many with padding.
-    rows = fold(q * jnp.asarray(call.query_factor, q.dtype)).astype(jnp.float32)
+    rows = fold(q * jnp.asarray(static.call.query_factor, q.dtype)).astype(jnp.float32)
     arguments = vary_alike(
         ([x.astype(jnp.int32) for x in scalars], visits.used.reshape(()), rows, row_info, kv_pos[:, None], k, v)
     )

@@ -64,17 +64,17 @@ def read_bounds(table, batch, row, num_rows: int, per_row: int, small=None) -> D
     return DocumentBounds(table[at], table[at + 1])
 
 
-def in_small_blocks(table, batch, row, entry, column, num_rows: int, per_row: int, partly, plain, attend) -> None:
+def in_small_blocks(bounds_of, row, column, per_row: int, partly, plain, attend) -> None:
     """Calls `attend(seen, row, column, crossed)` for the small blocks that are seen of a pair of blocks.
 
     Args:
-      entry: where the table has the row.
+      bounds_of: `read_bounds` of the row, given one of its small blocks.
       partly, plain: the distances of small blocks that are seen in part, or throughout, documents aside.
     """
 
     @pl.loop(0, per_row)
     def _(i):
-        bounds, here = read_bounds(table, batch, entry, num_rows, per_row, i), row * per_row + i
+        bounds, here = bounds_of(i), row * per_row + i
 
         @pl.loop(jnp.maximum(column * per_row, bounds.first), jnp.minimum((column + 1) * per_row, here + 1))
         def _(key):

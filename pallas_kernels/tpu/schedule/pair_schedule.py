@@ -45,7 +45,8 @@ from pallas_kernels.tpu.schedule.documents import (
     small_block,
 )
 from pallas_kernels.tpu.schedule.row_list import RowList, list_rows
-from pallas_kernels.tpu.tile.tiles import Call
+from pallas_kernels.tpu.tile.rotation import table_blocks
+from pallas_kernels.tpu.tile.tiles import Block, Call, TpuOperands, batch_index, describe_tokens
 
 # How a pair of blocks is seen: throughout; as its tokens say; or as its distance in blocks says (default positions).
 Seen = None | Literal["tokens"] | int
@@ -91,6 +92,14 @@ class PairSchedule(NamedTuple):
     def held_at(self, column):
         """Where the keys of a block of the row lie among those at hand."""
         return column if self.shared is None else self.shared.held_at(column)
+
+    def keys_at_hand(self, call: Call, k: jax.Array) -> int:
+        """How many of the keys [B, K, S, D] a step has."""
+        return k.shape[2] if self.resident else call.tiles.kv_block
+
+    def column(self, visit: Visit):
+        """Which block of so many keys these are."""
+        return 0 if self.resident else visit.column
 
     def fetched(self, visit: Visit, batch, scalars) -> Visit:
         """The visit, its row being that of the queries to fetch and its column that of the keys: none anew before those
@@ -273,8 +282,9 @@ class PackedSchedule(NamedTuple):
     def run(self, scalars, batch, row, column, attend_small) -> None:
         """The small blocks of a pair of blocks."""
         partly = [] if self.only_plain else self.reach.partly
-        place = batch, row, self.held_at(row), column, self.num_rows, self.documents.per_row
-        in_small_blocks(scalars[0], *place, partly, self.reach.plain, attend_small)
+        per_row = self.documents.per_row
+        bounds = functools.partial(read_bounds, scalars[0], batch, self.held_at(row), self.num_rows, per_row)
+        in_small_blocks(bounds, row, column, per_row, partly, self.reach.plain, attend_small)
 
 
 def _packed(call: Call, where: Coordinates, only_plain: bool, shared: Shared | None) -> PackedSchedule:
@@ -350,22 +360,24 @@ def _folded(
             flush=jnp.logical_not(visiting) & (flushed < num_blocks),
         )
 
-    def run(visit, scalars, attend, attend_small=None):
-        distance, plain = visit.row - visit.column, visit.wanted
-        if packed is not None:
-            batch = pl.program_id(0)
-            first, clean = packed.bounds(scalars, batch, visit.row)
-            plain = visit.wanted & (visit.column >= clean)
-            crossed = visit.wanted & (visit.column < clean) & (visit.column >= first)
-            pl.when(crossed)(lambda: packed.run(scalars, batch, visit.row, visit.column, attend_small))
-        for seen in reach.partly:
-            pl.when(plain & (distance == seen))(functools.partial(attend, seen, visit.column))
-            plain = plain & (distance != seen)
-        if reach.plain:
-            pl.when(plain)(lambda: attend(None, visit.column))
-
     table = () if packed is None else (packed.documents.table,)
+    run = functools.partial(_run_folded, reach, packed)
     return PairSchedule(grid, table, visit, run, resident=False, is_list=False)
+
+
+def _run_folded(reach: "Reach", packed: PackedSchedule | None, visit, scalars, attend, attend_small=None) -> None:
+    distance, plain = visit.row - visit.column, visit.wanted
+    if packed is not None:
+        batch = pl.program_id(0)
+        first, clean = packed.bounds(scalars, batch, visit.row)
+        plain = visit.wanted & (visit.column >= clean)
+        crossed = visit.wanted & (visit.column < clean) & (visit.column >= first)
+        pl.when(crossed)(lambda: packed.run(scalars, batch, visit.row, visit.column, attend_small))
+    for seen in reach.partly:
+        pl.when(plain & (distance == seen))(functools.partial(attend, seen, visit.column))
+        plain = plain & (distance != seen)
+    if reach.plain:
+        pl.when(plain)(lambda: attend(None, visit.column))
 
 
 class Reach(NamedTuple):
@@ -439,3 +451,25 @@ def default_mask(call: Call, seen: int, queries: slice, keys: slice, relative: j
     if far > greatest:
         mask.append(relative <= greatest - distance)
     return mask[0] if len(mask) == 1 else mask[0] & mask[1]
+
+
+def token_blocks(call: Call, schedule: PairSchedule, x: TpuOperands, located: Callable) -> list[Block]:
+    """What a launch reads of its tokens: for the masks of a list, for documents, and to rotate queries.
+
+    Args:
+      located: from a block's shape and a function of batch and visit, which says where it lies, to its spec.
+    """
+    tiles, blocks = call.tiles, list[Block]()
+    if schedule.is_list:
+        tokens = describe_tokens(x.where)
+        by_query, by_key = (functools.partial(batch_index, info=info) for info in tokens)
+        queries = located((None, 8, tiles.q_block), lambda b, visit: (by_query(b), 0, visit.row))
+        keys = located(
+            (None, 8, schedule.keys_at_hand(call, x.k)), lambda b, visit: (by_key(b), 0, schedule.column(visit))
+        )
+        blocks += [Block(tokens.queries, queries), Block(tokens.keys, keys)]
+    if schedule.packed is not None:
+        first = located((None, 1, tiles.q_block), lambda b, visit: (b, 0, visit.row))
+        blocks.append(Block(schedule.packed.documents.first_keys, first))
+    table = (None, tiles.q_block, x.q.shape[3])
+    return blocks + table_blocks(x.where, lambda row: located(table, lambda b, visit: (row(b), visit.row, 0)))

@@ -27,7 +27,6 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.math.nonfinite import finite
 from pallas_kernels.math.schedule import Kind, Visit
-from pallas_kernels.math.spec import Coordinates
 from pallas_kernels.tpu.schedule.pair_schedule import (
     PairSchedule,
     Seen,
@@ -35,22 +34,25 @@ from pallas_kernels.tpu.schedule.pair_schedule import (
     kind_of_tile,
     order_pairs,
     seen_tiles,
+    token_blocks,
 )
 from pallas_kernels.tpu.schedule.row_list import leave_out, sees
 from pallas_kernels.tpu.tile.gradients import pipelined, weights_and_slopes
-from pallas_kernels.tpu.tile.rotation import add_tables, rotate_tile, rotate_tile_back
+from pallas_kernels.tpu.tile.rotation import rotate_tile, rotate_tile_back
 from pallas_kernels.tpu.tile.tiles import (
     LANES,
     NN,
     NT,
+    Block,
     Call,
+    LaunchGrid,
     LaunchHeads,
+    OutGradients,
     Ref,
+    TpuOperands,
     addend_at,
-    batch_index,
     by_head,
     cost_of,
-    describe_tokens,
     dot,
     form_logits,
     head_at,
@@ -69,14 +71,9 @@ _STEP_BYTES = 7 * 2**20  # of the blocks of a step, for which that leaves room; 
 
 def scheduled_backward(
     call: Call,
-    q: jax.Array,  # [B, H, T, D], times call.query_factor
-    k: jax.Array,  # [B, K, S, D]
-    v: jax.Array,  # [B, K, S, D]
-    head_bias: jax.Array,  # [2, H] f32: ALiBi slope and bias
-    where: Coordinates,
+    x: TpuOperands,
     heads: LaunchHeads,
-    dout: jax.Array,  # [B, H, T, D]
-    statistics: jax.Array | None,  # [B, H, 8, T] f32: lse in base 2 and delta (softmax)
+    gradients: OutGradients,
     previous: tuple[jax.Array, ...] = (),
     num_active: jax.Array | None = None,
     added: tuple[jax.Array, ...] = (),
@@ -90,29 +87,30 @@ def scheduled_backward(
       listed_results: gradients by query (q's, and with a bias the rows'), where most blocks of queries see no key.
         Those are left out, and the results are these arrays, changed in place; VMEM must hold all keys.
     """
-    run = functools.partial(_sweep, call, q, head_bias, heads, dout, statistics)
-    chunks, keys_too = key_chunks(call, k.shape[2], k.shape[3], k.dtype.itemsize)
+    chunks, keys_too = key_chunks(call, x.k.shape[2], x.k.shape[3], x.k.dtype.itemsize)
     if len(chunks) == 1:
         schedule = order_pairs(
-            call, where, resident=keys_too, flush=True, num_active=num_active, listed=bool(listed_results)
+            call, x.where, resident=keys_too, flush=True, num_active=num_active, listed=bool(listed_results)
         )
-        return run(k, v, where, schedule, previous, added, listed_results)
+        return _sweep(call, x, heads, gradients, schedule, previous, added, listed_results)
 
     parts = []
     for keys in chunks:
-        here = where._replace(
-            kv_pos=where.kv_pos[:, keys],
-            kv_order=where.kv_order[:, keys],
-            kv_segment_ids=None if where.kv_segment_ids is None else where.kv_segment_ids[:, keys],
+        ids = x.where.kv_segment_ids
+        where = x.where._replace(
+            kv_pos=x.where.kv_pos[:, keys],
+            kv_order=x.where.kv_order[:, keys],
+            kv_segment_ids=None if ids is None else ids[:, keys],
         )
-        schedule = order_pairs(dataclasses.replace(call, indexed=False, order=None), here, resident=False, flush=True)
+        schedule = order_pairs(dataclasses.replace(call, indexed=False, order=None), where, resident=False, flush=True)
         # Of what is there already, the gradients by query are in the first part of the sum.
-        by_query, by_key = (previous[:1], previous[3:]), (x[:, :, keys] for x in previous[1:3])
+        by_query, by_key = (previous[:1], previous[3:]), (y[:, :, keys] for y in previous[1:3])
         dq, dbias = by_query if keys.start == 0 else jax.tree.map(jnp.zeros_like, by_query)
-        of_chunk = tuple(x[:, :, keys] for x in added)
-        parts.append(run(k[:, :, keys], v[:, :, keys], here, schedule, (*dq, *by_key, *dbias), of_chunk))
+        of_chunk = tuple(y[:, :, keys] for y in added)
+        here = x._replace(k=x.k[:, :, keys], v=x.v[:, :, keys], where=where)
+        parts.append(_sweep(call, here, heads, gradients, schedule, (*dq, *by_key, *dbias), of_chunk))
     dq, dk, dv, *dbias = zip(*parts, strict=True)
-    return _sum(dq), *(jnp.concatenate(x, axis=2) for x in (dk, dv)), *map(_sum, dbias)
+    return _sum(dq), *(jnp.concatenate(y, axis=2) for y in (dk, dv)), *map(_sum, dbias)
 
 
 def key_chunks(call: Call, length: int, head_dim: int, itemsize: int) -> tuple[list[slice], bool]:
@@ -142,21 +140,16 @@ def _sum(arrays):
 
 def _sweep(
     call: Call,
-    q,
-    head_bias,
-    heads,
-    dout,
-    statistics,
-    k,
-    v,
-    where: Coordinates,
+    x: TpuOperands,
+    heads: LaunchHeads,
+    gradients: OutGradients,
     schedule: PairSchedule,
     previous,
     added,
     listed_results=(),
-):
-    head_dim, group = q.shape[3], q.shape[1] // k.shape[1]
-    q_block, kv_block = call.tiles.q_block, call.tiles.kv_block
+) -> tuple[jax.Array, ...]:
+    (batch, num_heads, length, head_dim), kv_block = x.q.shape, call.tiles.kv_block
+    group, q_block = num_heads // x.k.shape[1], call.tiles.q_block
 
     def spec(block, index):
         """A block located by batch, query head, KV head, visit, and the KV block whose gradients are written."""
@@ -169,67 +162,52 @@ def _sweep(
 
         return pl.BlockSpec(block, index_map)
 
-    queries = spec((None, None, q_block, head_dim), lambda b, h, kv, visit, _: (b, h, visit.row, 0))
-    held = k.shape[2] if schedule.resident else kv_block  # keys at hand
-
-    def column(visit):
-        return 0 if schedule.resident else visit.column
-
-    keys = spec((None, None, held, head_dim), lambda b, h, kv, visit, _: (b, kv, column(visit), 0))
-    written = spec((None, None, kv_block, head_dim), lambda b, h, kv, visit, written: (b, kv, written, 0))
-
     def of_queries(rows):
         return spec((None, None, rows, q_block), lambda b, h, kv, visit, _: (b, h, 0, visit.row))
 
-    inputs, in_specs = [q, k, v, dout, *added], [queries, keys, keys, queries, *[written] * len(added)]
+    def keys(b, h, kv, visit, _):
+        return b, kv, schedule.column(visit), 0
+
+    queries = spec((None, None, q_block, head_dim), lambda b, h, kv, visit, _: (b, h, visit.row, 0))
+    of_keys = spec((None, None, schedule.keys_at_hand(call, x.k), head_dim), keys)
+    written = spec((None, None, kv_block, head_dim), lambda b, h, kv, visit, written: (b, kv, written, 0))
+    inputs = [Block(x.q, queries), Block(x.k, of_keys), Block(x.v, of_keys), Block(gradients.dout, queries)]
+    inputs += [Block(y, written) for y in added]
     if call.softmax:
-        inputs.append(statistics)
-        in_specs.append(of_queries(8))
+        inputs.append(Block(gradients.statistics, of_queries(8)))
     if call.has_slopes or call.has_bias:
-        inputs.append(by_head(head_bias))
-        in_specs.append(spec((None, 8, LANES), lambda b, h, *_: (h, 0, 0)))
-    _add_tokens(schedule, where, inputs, in_specs, spec, (q_block, held), column)
-    if schedule.packed is not None:
-        inputs.append(schedule.packed.documents.first_keys)
-        in_specs.append(spec((None, 1, q_block), lambda b, h, kv, visit, _: (b, 0, visit.row)))
-    table = (None, q_block, head_dim)
-    add_tables(where, inputs, in_specs, lambda row: spec(table, lambda b, h, kv, visit, _: (row(b), visit.row, 0)))
-    outputs = [shape_like(x.shape, x.dtype, q) for x in (q, k, v)]
-    outputs += [shape_like((*q.shape[:2], 1, q.shape[2]), jnp.float32, q)] * call.has_bias
-    out_specs = [queries, written, written, of_queries(1)][: len(outputs)]
-    in_place = {len(inputs) + i: output for i, output in zip(range(len(listed_results)), (0, 3), strict=False)}
-    inputs += listed_results
-    in_specs += [out_specs[output] for output in in_place.values()]
-    has = where.q_segment_ids is not None and schedule.is_list, where.full_rows is not None
+        inputs.append(Block(by_head(x.head_bias), spec((None, 8, LANES), lambda b, h, *_: (h, 0, 0))))
+    inputs += token_blocks(call, schedule, x, lambda block, at: spec(block, lambda b, h, kv, visit, _: at(b, visit)))
+    specs = queries, written, written
+    outputs = [Block(shape_like(y.shape, y.dtype, x.q), at) for y, at in zip(x[:3], specs, strict=True)]
+    outputs += [Block(shape_like((batch, num_heads, 1, length), jnp.float32, x.q), of_queries(1))] * call.has_bias
+    inputs += [Block(y, outputs[i].spec, becomes=i) for y, i in zip(listed_results, (0, 3), strict=False)]
+    has_segments = x.where.q_segment_ids is not None and schedule.is_list
+    has_full_rows, counts = x.where.full_rows is not None, (len(added), len(listed_results))
+    static = _BackwardStatic(call, schedule, has_segments, has_full_rows, *counts, group)
     return launch(
         call,
-        functools.partial(_kernel, call, schedule, *has, len(added), len(listed_results), group),
+        functools.partial(_kernel, static),
         "scheduled_backward",
-        grid=(q.shape[0], heads.count, group, *schedule.grid),
-        scalars=schedule.scalars,
-        heads=heads,
+        grid=LaunchGrid((batch, heads.count, group, *schedule.grid), heads, schedule.scalars),
         inputs=inputs,
-        in_specs=in_specs,
         outputs=outputs,
-        out_specs=out_specs,
-        scratch=_scratch(call, k, q.dtype, listed=schedule.listed is not None),
+        scratch=_scratch(call, x.k, x.q.dtype, listed=schedule.listed is not None),
         previous=previous,
-        in_place=in_place,
-        cost=cost_of(call, q, k, backward=True),
+        cost=cost_of(call, x.q, x.k, backward=True),
     )
 
 
-def _add_tokens(schedule: PairSchedule, where: Coordinates, inputs: list, in_specs: list, spec, blocks, column) -> None:
-    """Adds what a list's masks read: `Tokens` in blocks of queries and keys."""
-    if not schedule.is_list:
-        return
-    tokens = describe_tokens(where)
-    by_query, by_key = (functools.partial(batch_index, info=info) for info in tokens)
-    inputs += tokens
-    in_specs += [
-        spec((None, 8, blocks[0]), lambda b, h, kv, visit, _: (by_query(b), 0, visit.row)),
-        spec((None, 8, blocks[1]), lambda b, h, kv, visit, _: (by_key(b), 0, column(visit))),
-    ]
+class _BackwardStatic(NamedTuple):
+    """What is known of a kernel when tracing."""
+
+    call: Call
+    schedule: PairSchedule
+    has_segments: bool
+    has_full_rows: bool
+    num_added: int
+    num_listed_results: int
+    group: int
 
 
 def _scratch(call: Call, k: jax.Array, dtype, *, listed: bool) -> list[Any]:
@@ -292,25 +270,27 @@ class _BackwardRefs(NamedTuple):
     seeing: list[Ref]  # dout and statistics of queries that see anything (listed)
 
 
-def _name_refs(call: Call, schedule: PairSchedule, num_added: int, num_listed_results: int, refs) -> _BackwardRefs:
-    arrays, added, rest = split(refs, 4, num_added)
+def _name_refs(static: _BackwardStatic, refs) -> _BackwardRefs:
+    call, schedule = static.call, static.schedule
+    arrays, added, rest = split(refs, 4, static.num_added)
     has_head_bias = call.has_slopes or call.has_bias
     packed = schedule.packed is not None
     rotated = call.rotated_by > 0
     *optional, rest = take(
         rest, call.softmax, has_head_bias, schedule.is_list, schedule.is_list, packed, rotated, rotated
     )
-    listed_results, gradients, rest = split(rest, num_listed_results, 3)
+    listed_results, gradients, rest = split(rest, static.num_listed_results, 3)
     dbias, (*scratch,) = take(rest, call.has_bias)
     named: list[Any] = [*arrays, added, *optional, listed_results, *gradients, dbias, *scratch[:5], scratch[5:]]
     return _BackwardRefs(*named)
 
 
-def _kernel(call, schedule, has_segments, has_full_rows, num_added, num_listed_results, group, order, *unnamed):
+def _kernel(static: _BackwardStatic, order, *unnamed: Ref) -> None:
+    call, schedule = static.call, static.schedule
     scalars, rest = split(unnamed, len(schedule.scalars))
     indices = [pl.program_id(3 + i) for i in range(len(schedule.grid))]
     visit = schedule.in_row(schedule.visit(indices, scalars), pl.program_id(0), scalars)
-    refs, member = _name_refs(call, schedule, num_added, num_listed_results, rest), pl.program_id(2)
+    refs, member = _name_refs(static, rest), pl.program_id(2)
     slope_and_bias = None
     if refs.head_bias is not None:
         slope_and_bias = refs.head_bias[0:1, 0:1], refs.head_bias[1:2, 0:1]
@@ -320,66 +300,68 @@ def _kernel(call, schedule, has_segments, has_full_rows, num_added, num_listed_r
         refs.dk_acc[...] = jnp.zeros_like(refs.dk_acc)
         refs.dv_acc[...] = jnp.zeros_like(refs.dv_acc)
 
-    @pl.when(visit.first)
-    def _():
-        refs.dq_acc[...] = jnp.zeros_like(refs.dq_acc)
-        q = rotate_tile(call, refs.q[...], refs.cos[...], refs.sin[...]) if call.rotated_by else refs.q[...]
-        dout, seeing = refs.dout[...], refs.seeing
-        if seeing:
-            statistics = refs.statistics[...] if call.softmax else None
-            q, dout, statistics = leave_out(refs.q_info[0:1, :], q, dout, statistics)
-            seeing[0][...] = dout
-            if call.softmax:
-                seeing[1][...] = statistics
-        refs.q_t[...], refs.dout_t[...] = q.T, dout.T
-        if call.has_bias:
-            refs.dbias[...] = refs.listed_results[1][...] if refs.listed_results else jnp.zeros_like(refs.dbias)
-
+    pl.when(visit.first)(functools.partial(_begin_queries, call, refs))
+    here = refs
     if refs.seeing:
-        refs = refs._replace(dout=refs.seeing[0], statistics=refs.seeing[1] if call.softmax else None)
+        here = refs._replace(dout=refs.seeing[0], statistics=refs.seeing[1] if call.softmax else None)
+    mask_by_token = functools.partial(tile_mask, call, static.has_segments, static.has_full_rows)
 
     def attend(seen, column):
         held = schedule.held_at(column)
         start = pl.multiple_of(held * call.tiles.kv_block, call.tiles.kv_block) if schedule.resident else 0
         keys = pl.ds(start, call.tiles.kv_block)
-        here = refs._replace(
-            k=refs.k.at[keys, :], v=refs.v.at[keys, :], dk_acc=refs.dk_acc.at[held], dv_acc=refs.dv_acc.at[held]
+        part = here._replace(
+            k=here.k.at[keys, :], v=here.v.at[keys, :], dk_acc=here.dk_acc.at[held], dv_acc=here.dv_acc.at[held]
         )
-        run(_Pair(call, here, visit.row, column, seen, slope_and_bias, here.k[...].T, key_info(keys)))
+        k_t, key_info = part.k[...].T, here.kv_info[:, keys].T if schedule.is_list else None
+        _Pair(call, part, visit.row, column, seen, slope_and_bias, k_t, key_info).run(mask_by_token)
 
     def attend_small(seen, row, column, crossed):
-        here = _small_refs(schedule, refs, visit, row, column)
-        pair = _Pair(schedule.packed.call, here, row, column, seen, slope_and_bias, here.k[...].T, None, crossed)
-        run(pair)
-
-    def key_info(keys):
-        return refs.kv_info[:, keys].T if schedule.is_list else None
-
-    def run(pair):
-        finish = functools.partial(pair.finish, functools.partial(tile_mask, call, has_segments, has_full_rows))
-        pipelined(_units(pair.call, pair.seen, pair.crossed), pair.products, finish, ahead=_AHEAD)
+        assert schedule.packed is not None
+        part = _small_refs(schedule, here, visit, row, column)
+        _Pair(schedule.packed.call, part, row, column, seen, slope_and_bias, part.k[...].T, None, crossed).run(
+            mask_by_token
+        )
 
     schedule.run(visit, scalars, attend, attend_small)
+    pl.when(visit.last)(functools.partial(_write_queries, call, refs))
 
-    @pl.when(visit.last)
-    def _():
-        if call.rotated_by:
-            dq = rotate_tile_back(call, refs.dq_acc[...], refs.cos[...], refs.sin[...])
-        else:
-            dq = (refs.dq_acc[...] * call.product_factor).T
-        if refs.listed_results:
-            row = refs.q_info[0:1, :]
-            dq = jnp.where(sees(row, dq.shape), dq, 0) + refs.listed_results[0][...].astype(jnp.float32)
-            if call.has_bias:
-                refs.dbias[...] = jnp.where(row >= 0, refs.dbias[...], refs.listed_results[1][...])
-        refs.dq[...] = dq.astype(refs.dq.dtype)
-
-    @pl.when(visit.flush & (member == group - 1))
+    @pl.when(visit.flush & (member == static.group - 1))
     def _():
         dk, dv = (refs.dk_acc[visit.column] * call.product_factor).T, refs.dv_acc[visit.column].T
         if refs.added:
             dk, dv = (x + ref[...].astype(jnp.float32) for x, ref in zip((dk, dv), refs.added, strict=True))
         refs.dk[...], refs.dv[...] = dk.astype(refs.dk.dtype), dv.astype(refs.dv.dtype)
+
+
+def _begin_queries(call: Call, refs: _BackwardRefs) -> None:
+    """Before a row's first pair."""
+    refs.dq_acc[...] = jnp.zeros_like(refs.dq_acc)
+    q = rotate_tile(call, refs.q[...], refs.cos[...], refs.sin[...]) if call.rotated_by else refs.q[...]
+    dout, seeing = refs.dout[...], refs.seeing
+    if seeing:
+        statistics = refs.statistics[...] if call.softmax else None
+        q, dout, statistics = leave_out(refs.q_info[0:1, :], q, dout, statistics)
+        seeing[0][...] = dout
+        if call.softmax:
+            seeing[1][...] = statistics
+    refs.q_t[...], refs.dout_t[...] = q.T, dout.T
+    if call.has_bias:
+        refs.dbias[...] = refs.listed_results[1][...] if refs.listed_results else jnp.zeros_like(refs.dbias)
+
+
+def _write_queries(call: Call, refs: _BackwardRefs) -> None:
+    """After a row's last pair."""
+    if call.rotated_by:
+        dq = rotate_tile_back(call, refs.dq_acc[...], refs.cos[...], refs.sin[...])
+    else:
+        dq = (refs.dq_acc[...] * call.product_factor).T
+    if refs.listed_results:
+        row = refs.q_info[0:1, :]
+        dq = jnp.where(sees(row, dq.shape), dq, 0) + refs.listed_results[0][...].astype(jnp.float32)
+        if call.has_bias:
+            refs.dbias[...] = jnp.where(row >= 0, refs.dbias[...], refs.listed_results[1][...])
+    refs.dq[...] = dq.astype(refs.dq.dtype)
 
 
 def _small_refs(schedule: PairSchedule, refs: _BackwardRefs, visit: Visit, row, column) -> _BackwardRefs:
@@ -419,6 +401,11 @@ class _Pair:
     k_t: jax.Array  # [D, kv_block]
     key_info: jax.Array | None  # [kv_block, 8], of a list
     crossed: bool = False  # the edge of a document may lie between queries and keys
+
+    def run(self, mask_by_token) -> None:
+        """Adds the pair's share to the gradients."""
+        finish = functools.partial(self.finish, mask_by_token)
+        pipelined(_units(self.call, self.seen, self.crossed), self.products, finish, ahead=_AHEAD)
 
     def products(self, unit: _Unit) -> tuple[jax.Array, jax.Array]:
         return (

@@ -17,17 +17,18 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.math.spec import Coordinates
 from pallas_kernels.tpu.schedule.forward_step import ForwardStatic, ForwardStep
-from pallas_kernels.tpu.schedule.pair_schedule import has_default_positions, order_pairs
+from pallas_kernels.tpu.schedule.pair_schedule import has_default_positions, order_pairs, token_blocks
 from pallas_kernels.tpu.schedule.side_by_side import SideBySide, heads_side_by_side, scratch_of
-from pallas_kernels.tpu.tile.rotation import add_tables, rotate_tile
+from pallas_kernels.tpu.tile.rotation import rotate_tile
 from pallas_kernels.tpu.tile.tiles import (
     LANES,
+    Block,
     Call,
+    LaunchGrid,
     LaunchHeads,
-    batch_index,
+    TpuOperands,
     by_head,
     cost_of,
-    describe_tokens,
     head_at,
     launch,
     shape_like,
@@ -40,11 +41,7 @@ _MAX_BRANCH_WINDOW = 2048  # that `branches_forward` takes in one go
 
 def scheduled_forward(
     call: Call,
-    q: jax.Array,  # [B, H, T, D], times call.query_factor
-    k: jax.Array,  # [B, K, S, D]
-    v: jax.Array,  # [B, K, S, D]
-    head_bias: jax.Array,  # [2, H] f32: ALiBi slope and bias
-    where: Coordinates,
+    x: TpuOperands,
     heads: LaunchHeads,
     previous: tuple[jax.Array, ...] = (),
     initial: tuple[jax.Array, ...] = (),
@@ -57,7 +54,7 @@ def scheduled_forward(
       initial: out and lse over other keys of the same queries; the results are then those over all keys together.
       listed: most blocks of queries see no key. They are left out, and the results are `initial`, changed in place.
     """
-    return _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches=False, listed=listed)
+    return _forward(call, x, heads, previous, initial, listed=listed)
 
 
 def serves_branches(call: Call, where: Coordinates, head_dim: int, dtype) -> bool:
@@ -72,11 +69,10 @@ def serves_branches(call: Call, where: Coordinates, head_dim: int, dtype) -> boo
 
 
 def branches_forward(
-    call: Call, q, k, v, head_bias, where: Coordinates, heads: LaunchHeads
+    call: Call, x: TpuOperands, heads: LaunchHeads
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """The results of the window and those of all keys (each as `scheduled_forward`'s), from one pass over the keys."""
-    outside = dataclasses.replace(call, outside=True)
-    results = _forward(outside, q, k, v, head_bias, where, heads, (), (), branches=True)
+    results = _forward(dataclasses.replace(call, outside=True), x, heads, branches=True)
     return results[: len(results) // 2], results[len(results) // 2 :]
 
 
@@ -85,14 +81,15 @@ def fits_vmem(length: int, head_dim: int, dtype) -> bool:
     return 4 * length * max(head_dim, LANES) * jnp.dtype(dtype).itemsize <= _RESIDENT_BYTES
 
 
-def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches, listed=False):
-    batch, num_heads, q_length, head_dim = q.shape
-    kv_length, group = k.shape[2], num_heads // k.shape[1]
-    q_block, kv_block = call.tiles.q_block, call.tiles.kv_block
+def _forward(
+    call: Call, x: TpuOperands, heads: LaunchHeads, previous=(), initial=(), *, branches=False, listed=False
+) -> tuple[jax.Array, ...]:
+    batch, num_heads, q_length, head_dim = x.q.shape
+    group, q_block = num_heads // x.k.shape[1], call.tiles.q_block
     side = heads_side_by_side(call, group) if listed else 1
     heads = heads.queries(group // side)
-    resident = fits_vmem(kv_length, head_dim, k.dtype)
-    schedule = order_pairs(call, where, resident=resident, only_plain=branches, listed=listed)
+    resident = fits_vmem(x.k.shape[2], head_dim, x.k.dtype)
+    schedule = order_pairs(call, x.where, resident=resident, only_plain=branches, listed=listed)
 
     def spec(block, index):
         """A block located by batch, query head and visit."""
@@ -103,65 +100,52 @@ def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches
 
         return pl.BlockSpec(block, index_map)
 
+    def keys(b, h, visit):
+        return b, h // (group // side), schedule.column(visit), 0
+
     of_heads = side if listed else None
     queries = spec((None, of_heads, q_block, head_dim), lambda b, h, visit: (b, h, visit.row, 0))
-    held = kv_length if schedule.resident else kv_block  # keys at hand
-
-    def column(visit):
-        return 0 if schedule.resident else visit.column
-
-    keys = spec((None, None, held, head_dim), lambda b, h, visit: (b, h // (group // side), column(visit), 0))
     rows = spec((None, of_heads, 1, q_block), lambda b, h, visit: (b, h, 0, visit.row))
-    inputs = [q, k, v, *initial]
-    in_specs = [queries, keys, keys, *[queries, rows][: len(initial)]]
+    of_keys = spec((None, None, schedule.keys_at_hand(call, x.k), head_dim), keys)
+    inputs = [Block(x.q, queries), Block(x.k, of_keys), Block(x.v, of_keys)]
+    results = zip(initial, (queries, rows), strict=False)
+    inputs += [Block(array, at, becomes=i if listed else None) for i, (array, at) in enumerate(results)]
     if call.has_slopes or call.has_bias:
-        inputs.append(by_head(head_bias))
-        in_specs.append(spec((None, 8, LANES), lambda b, h, visit: (h, 0, 0)))
-    if schedule.is_list:
-        tokens = describe_tokens(where)
-        inputs += tokens
-        in_specs += [
-            spec((None, 8, q_block), lambda b, h, visit: (batch_index(b, tokens.queries), 0, visit.row)),
-            spec((None, 8, held), lambda b, h, visit: (batch_index(b, tokens.keys), 0, column(visit))),
-        ]
-    if schedule.packed is not None:
-        inputs.append(schedule.packed.documents.first_keys)
-        in_specs.append(spec((None, 1, q_block), lambda b, h, visit: (b, 0, visit.row)))
-    table = (None, q_block, head_dim)
-    add_tables(where, inputs, in_specs, lambda row: spec(table, lambda b, h, visit: (row(b), visit.row, 0)))
-    out_specs, out_shapes = [queries], [shape_like(q.shape, call.result_dtype(q), q)]
-    num_rows = side * q_block
-    scratch = [pltpu.VMEM((num_rows, head_dim), jnp.float32)]
-    if schedule.is_list:
-        scratch.append(pltpu.VMEM((kv_block, head_dim), v.dtype))
-    if branches:
-        scratch.append(pltpu.SMEM((1,), jnp.int32))
-    if call.rotated_by:
-        scratch.append(pltpu.VMEM((num_rows, head_dim), q.dtype))
+        inputs.append(Block(by_head(x.head_bias), spec((None, 8, LANES), lambda b, h, visit: (h, 0, 0))))
+    inputs += token_blocks(call, schedule, x, lambda block, at: spec(block, lambda b, h, visit: at(b, visit)))
+    outputs = [Block(shape_like(x.q.shape, call.result_dtype(x.q), x.q), queries)]
     if call.softmax:
-        out_specs.append(rows)
-        out_shapes.append(shape_like((batch, num_heads, 1, q_length), jnp.float32, q))
-        scratch += [pltpu.VMEM((num_rows, LANES), jnp.float32)] * 2
-    if listed:
-        scratch += scratch_of(num_rows, q, call.result_dtype(q))
-    has_segments = where.q_segment_ids is not None and schedule.is_list
-    static = ForwardStatic(call, schedule, has_segments, where.full_rows is not None, branches, len(initial))
+        outputs.append(Block(shape_like((batch, num_heads, 1, q_length), jnp.float32, x.q), rows))
+    has_segments = x.where.q_segment_ids is not None and schedule.is_list
+    static = ForwardStatic(call, schedule, has_segments, x.where.full_rows is not None, branches, len(initial))
     return launch(
         call,
         functools.partial(_kernel, static),
         "branches_forward" if branches else "scheduled_forward",
-        grid=(batch, heads.count, *schedule.grid),
-        scalars=schedule.scalars,
-        heads=heads,
+        grid=LaunchGrid((batch, heads.count, *schedule.grid), heads, schedule.scalars),
         inputs=inputs,
-        in_specs=in_specs,
-        outputs=out_shapes * (2 if branches else 1),
-        out_specs=out_specs * (2 if branches else 1),
-        scratch=scratch,
+        outputs=outputs * (2 if branches else 1),
+        scratch=_scratch(static, x, side * q_block),
         previous=previous,
-        in_place={3 + i: i for i in range(len(initial))} if listed else None,
-        cost=cost_of(call, q, k),
+        cost=cost_of(call, x.q, x.k),
     )
+
+
+def _scratch(static: ForwardStatic, x: TpuOperands, num_rows: int) -> list[Any]:
+    """In the order of `ForwardRefs` from `acc` on."""
+    call, head_dim = static.call, x.q.shape[3]
+    scratch = [pltpu.VMEM((num_rows, head_dim), jnp.float32)]
+    if static.schedule.is_list:
+        scratch.append(pltpu.VMEM((call.tiles.kv_block, head_dim), x.v.dtype))
+    if static.branches:
+        scratch.append(pltpu.SMEM((1,), jnp.int32))
+    if call.rotated_by:
+        scratch.append(pltpu.VMEM((num_rows, head_dim), x.q.dtype))
+    if call.softmax:
+        scratch += [pltpu.VMEM((num_rows, LANES), jnp.float32)] * 2
+    if static.schedule.listed is not None:
+        scratch += scratch_of(num_rows, x.q, call.result_dtype(x.q))
+    return scratch
 
 
 def _kernel(static, order, *unnamed):

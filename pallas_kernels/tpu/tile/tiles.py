@@ -10,6 +10,7 @@ which is 0.5 + 0.5 tanh(x / 2) because tanh is one instruction. The factor, with
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -118,6 +119,40 @@ class LaunchHeads(NamedTuple):
 def head_at(index, order) -> jax.Array:
     """The head of a grid index, `order` being `LaunchHeads.prefetched` as the kernel or an index map got it."""
     return order[0][index] if order else index
+
+
+class TpuOperands(NamedTuple):
+    """What every launch of a call reads, heads first and in whole blocks."""
+
+    q: jax.Array  # [B, H, T, D], times `Call.query_factor`
+    k: jax.Array  # [B, K, S, D]
+    v: jax.Array  # [B, K, S, D]
+    head_bias: jax.Array  # [2, H] f32: ALiBi slopes and biases, zeros where there are none
+    where: Coordinates
+    full_heads: jax.Array | None = None  # [K] bool
+
+
+class OutGradients(NamedTuple):
+    """What a backward launch reads beside."""
+
+    dout: jax.Array  # [B, H, T, D]
+    statistics: jax.Array | None  # [B, H, 8, T] f32: lse in base 2 and delta, the rest unused; None for sigmoid
+
+
+class LaunchGrid(NamedTuple):
+    """The steps of a launch: row of the batch, one of `heads`, and whatever else."""
+
+    shape: tuple[Any, ...]
+    heads: LaunchHeads
+    scalars: Sequence[jax.Array] = ()  # for scalar memory; index maps get them too, with the head order behind them
+
+
+class Block(NamedTuple):
+    """An input or output of a launch, and which block of it a step has."""
+
+    array: Any  # of an output, its shape
+    spec: pl.BlockSpec
+    becomes: int | None = None  # of an input: the output written into it, block by block, each read before
 
 
 class Tokens(NamedTuple):
@@ -276,54 +311,45 @@ def launch(
     kernel,
     name: str,
     *,
-    grid,
-    scalars,
-    heads: LaunchHeads,
-    inputs,
-    in_specs,
-    outputs,
-    out_specs,
-    scratch=(),
-    previous=(),
-    in_place: dict[int, int] | None = None,
+    grid: LaunchGrid,
+    inputs: Sequence[Block],
+    outputs: Sequence[Block],
+    scratch: Sequence[Any] = (),
+    previous: Sequence[jax.Array] = (),
     cost: pl.CostEstimate | None = None,
 ) -> tuple[jax.Array, ...]:
     """`pallas_call` as all kernels here want it.
 
     Args:
       kernel: takes the head order, then refs of scalars, inputs, outputs and scratch.
-      scalars: arrays for scalar memory, which index maps get too, with the head order behind them.
       previous: results of another launch to write into, this one's heads only; each as the output it becomes.
-      in_place: outputs by the inputs that they are written into, block by block, each read before it is written.
       cost: `cost_of` the launch.
     """
-    prefetched = (*scalars, *heads.prefetched())
-    given = len(prefetched) + len(inputs)
+    prefetched = (*grid.scalars, *grid.heads.prefetched())
+    num_scalars, given = len(grid.scalars), len(prefetched) + len(inputs)
 
     def body(*refs):
-        order = refs[len(scalars) : len(prefetched)]
-        kernel(order, *refs[: len(scalars)], *refs[len(prefetched) : given], *refs[given + len(previous) :])
+        order = refs[num_scalars : len(prefetched)]
+        kernel(order, *refs[:num_scalars], *refs[len(prefetched) : given], *refs[given + len(previous) :])
 
-    semantics: list[Any] = ["parallel", "parallel"] + ["arbitrary"] * (len(grid) - 2)
+    semantics: list[Any] = ["parallel", "parallel"] + ["arbitrary"] * (len(grid.shape) - 2)
+    in_place = {len(prefetched) + i: x.becomes for i, x in enumerate(inputs) if x.becomes is not None}
     return pl.pallas_call(
         body,
-        out_shape=outputs,
+        out_shape=[x.array for x in outputs],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetched),
-            grid=grid,
-            in_specs=[*in_specs, *[pl.BlockSpec(memory_space=pl.ANY)] * len(previous)],
-            out_specs=out_specs,
+            grid=grid.shape,
+            in_specs=[*(x.spec for x in inputs), *[pl.BlockSpec(memory_space=pl.ANY)] * len(previous)],
+            out_specs=[x.spec for x in outputs],
             scratch_shapes=scratch,
         ),
-        input_output_aliases={
-            **{given + i: i for i in range(len(previous))},
-            **{len(prefetched) + i: output for i, output in (in_place or {}).items()},
-        },
+        input_output_aliases={given + i: i for i in range(len(previous))} | in_place,
         compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=VMEM_LIMIT_BYTES),
         interpret=call.interpret,
         name=name,
         cost_estimate=cost,
-    )(*prefetched, *inputs, *previous)
+    )(*prefetched, *(x.array for x in inputs), *previous)
 
 
 def cost_of(call: Call, q: jax.Array, k: jax.Array, *, backward: bool = False) -> pl.CostEstimate:

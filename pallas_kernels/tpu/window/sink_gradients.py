@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu.tile.tiles import LANES, Call, LaunchHeads, Ref, launch, shape_like
+from pallas_kernels.tpu.tile.tiles import LANES, Block, Call, LaunchGrid, LaunchHeads, Ref, launch, shape_like, split
 from pallas_kernels.tpu.window.geometry import Segments, sink_rows, sink_slots
 from pallas_kernels.tpu.window.packed_sinks import aligned_row, copied_rows
 
@@ -48,13 +48,9 @@ def add_to_sinks(call: Call, segments: Segments | None, results: tuple[jax.Array
         call,
         functools.partial(_kernel, num_entries),
         "window_sink_gradients",
-        grid=grid,
-        scalars=(segments.sinks.reshape(-1),),
-        heads=LaunchHeads(kv_heads),
-        inputs=inputs,
-        in_specs=[spec, spec],
-        outputs=[shape_like(x.shape, x.dtype, x) for x in gradients],
-        out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
+        grid=LaunchGrid(grid, LaunchHeads(kv_heads), (segments.sinks.reshape(-1),)),
+        inputs=[Block(x, spec) for x in inputs],
+        outputs=[Block(shape_like(x.shape, x.dtype, x), pl.BlockSpec(memory_space=pl.ANY)) for x in gradients],
         scratch=[
             pltpu.VMEM((2, *block), jnp.float32),
             pltpu.VMEM((2, heads, copied_rows(call, length), head_dim), dtype),
@@ -75,18 +71,8 @@ def heads_at_once(call: Call, kv_heads: int, head_dim: int) -> int:
     return max(n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n <= max(room, 1))
 
 
-def _kernel(
-    num_entries: int,
-    _order: tuple[Ref, ...],
-    starts: Ref,
-    dk_rows: Ref,
-    dv_rows: Ref,
-    dk: Ref,
-    dv: Ref,
-    totals: Ref,  # [2, heads, rows, D]
-    tiles: Ref,  # [2, heads, copied rows, D]
-    semaphore: Ref,
-) -> None:
+def _kernel(num_entries: int, _order: tuple[Ref, ...], starts: Ref, *refs: Ref) -> None:
+    rows, gradients, (totals, tiles, semaphore) = split(refs, 2, 2)  # totals [2, heads, rows, D], tiles as they lie
     batch, entry = pl.program_id(0), pl.program_id(2)
     place = batch * num_entries + entry
     start = starts[place]
@@ -95,8 +81,8 @@ def _kernel(
         starts[jnp.minimum(place + 1, pl.num_programs(0) * num_entries - 1)] != start
     )
     _, num_heads, size, head_dim = tiles.shape
-    heads, first_row = pl.ds(pl.program_id(1) * num_heads, num_heads), aligned_row(start, dk.shape[2] - size)
-    targets = [ref.at[batch, heads, pl.ds(first_row, size)] for ref in (dk, dv)]
+    heads, first_row = pl.ds(pl.program_id(1) * num_heads, num_heads), aligned_row(start, gradients[0].shape[2] - size)
+    targets = [ref.at[batch, heads, pl.ds(first_row, size)] for ref in gradients]
     reads = [pltpu.make_async_copy(target, tiles.at[i], semaphore) for i, target in enumerate(targets)]
     writes = [pltpu.make_async_copy(tiles.at[i], target, semaphore) for i, target in enumerate(targets)]
 
@@ -111,12 +97,12 @@ def _kernel(
     def begin_document():
         for copy in reads:
             copy.start()
-        for i, ref in enumerate((dk_rows, dv_rows)):
+        for i, ref in enumerate(rows):
             totals[i] = ref[...]
 
     @pl.when(jnp.logical_not(is_first))
     def add_step():
-        for i, ref in enumerate((dk_rows, dv_rows)):
+        for i, ref in enumerate(rows):
             totals[i] += ref[...]
 
     @pl.when(is_last)

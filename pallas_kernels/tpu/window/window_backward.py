@@ -20,13 +20,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.math.spec import Coordinates
-from pallas_kernels.tpu.tile.rotation import add_tables
+from pallas_kernels.tpu.tile.rotation import table_blocks
 from pallas_kernels.tpu.tile.tiles import (
     LANES,
+    Block,
     Call,
+    LaunchGrid,
     LaunchHeads,
+    OutGradients,
     Ref,
+    TpuOperands,
     by_head,
     cost_of,
     head_at,
@@ -44,7 +47,7 @@ from pallas_kernels.tpu.window.geometry import (
     sink_rows,
     window_steps,
 )
-from pallas_kernels.tpu.window.packed_sinks import documents_copied, gather_sinks, room_for_copies, sink_copies
+from pallas_kernels.tpu.window.packed_sinks import documents_copied, room_for_copies, sink_blocks, sink_copies
 from pallas_kernels.tpu.window.window_backward_step import (
     WindowBackwardBody,
     WindowBackwardRefs,
@@ -55,74 +58,73 @@ from pallas_kernels.tpu.window.window_backward_step import (
 
 def window_backward(
     call: Call,
-    q: jax.Array,  # [B, H, T, D], times call.query_factor
-    k: jax.Array,  # [B, K, T, D]
-    v: jax.Array,  # [B, K, T, D]
-    head_bias: jax.Array,  # [2, H] f32: ALiBi slope and bias
-    where: Coordinates,
+    x: TpuOperands,
     heads: LaunchHeads,
-    dout: jax.Array,  # [B, H, T, D]
-    statistics: jax.Array | None,  # [B, H, 8, T] f32: lse in base 2 and delta (softmax)
+    gradients: OutGradients,
     segments: Segments | None,  # of packed rows
     previous: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array, ...]:
     """As `scheduled_backward`, for the calls of `Call.window_kernel`. In packed rows with sink tokens, the gradients of
     these come behind the others, for `add_to_sinks`."""
-    (batch, num_heads, length, head_dim), back = q.shape, blocks_back(call)
-    copied = documents_copied(call, segments is not None)
+    (batch, num_heads, length, head_dim), packed = x.q.shape, segments is not None
+    copied = documents_copied(call, packed)
     scalars = scalars_of(call, segments, copied or 1)
-    num_blocks, group = length // call.tiles.q_block, num_heads // k.shape[1]
-    shape = window_backward_grid(call, batch, heads.count, length, group, head_dim, q.dtype)
-    members = group // shape[3]
-    grid = _Grid(call.tiles.q_block, num_blocks, members, shape[3], len(scalars))
-    queries = grid.of_queries(grid.block, head_dim)
-    window = [grid.of_keys(before, head_dim) for before in range(back, -1, -1)]
-    of_sinks = grid.of_sinks(sink_rows(call, segments is not None), head_dim, by_step=segments is not None)
-    inputs = [q, dout, by_head(head_bias), *[k] * (back + 1), *[v] * (back + 1)]
-    of_head = grid.spec((members, 8, LANES), lambda b, h, kv, i: (h, 0, 0))
-    in_specs = [queries, queries, of_head, *window, *window]
-    if statistics is not None:
-        inputs.append(statistics)
-        in_specs.append(grid.along_lanes(8))
-    if segments is not None:
-        inputs.append(segments.queries)
-        last = grid.num_blocks - 1
-        in_specs.append(grid.spec((None, 8, grid.block), lambda b, h, kv, i: (b, 0, jnp.minimum(i, last))))
-    if copied:
-        inputs += [k, v]
-        in_specs += [pl.BlockSpec(memory_space=pl.ANY)] * 2
-    elif call.spec.num_sink_tokens:
-        inputs += [k, v] if segments is None else [gather_sinks(call, x, segments) for x in (k, v)]
-        in_specs += [of_sinks, of_sinks]
-    add_tables(where, inputs, in_specs, functools.partial(grid.of_table, head_dim))
-    outputs = [shape_like(x.shape, x.dtype, q) for x in (q, k, v)]
-    out_specs = [queries, window[0], window[0]]
-    if call.has_bias:
-        outputs.append(shape_like((batch, num_heads, 1, length), jnp.float32, q))
-        out_specs.append(grid.along_lanes(1))
-    if call.spec.num_sink_tokens:
-        rows = sink_rows(call) if segments is None else num_blocks * sink_rows(call, True)
-        outputs += [shape_like((*k.shape[:2], rows, head_dim), jnp.float32, q)] * 2
-        out_specs += [of_sinks, of_sinks]
+    num_blocks, group = length // call.tiles.q_block, num_heads // x.k.shape[1]
+    shape = window_backward_grid(call, batch, heads.count, length, group, head_dim, x.q.dtype)
+    grid = _Grid(call.tiles.q_block, num_blocks, group // shape[3], shape[3], len(scalars))
+    of_sinks = grid.of_sinks(sink_rows(call, packed), head_dim, by_step=packed)
     results = launch(
         call,
-        functools.partial(_kernel, call, segments is not None, copied, grid),
+        functools.partial(_kernel, call, packed, copied, grid),
         "window_backward",
-        grid=shape,
-        scalars=scalars,
-        heads=heads,
-        inputs=inputs,
-        in_specs=in_specs,
-        outputs=outputs,
-        out_specs=out_specs,
-        scratch=_scratch(call, segments is not None, head_dim, q.dtype, k.dtype) + room_for_copies(call, copied, k),
+        grid=LaunchGrid(shape, heads, scalars),
+        inputs=_inputs(call, x, gradients, segments, grid, of_sinks),
+        outputs=_outputs(call, x, packed, grid, of_sinks),
+        scratch=_scratch(call, packed, head_dim, x.q.dtype, x.k.dtype) + room_for_copies(call, copied, x.k),
         previous=previous,
-        cost=cost_of(call, q, k, backward=True),
+        cost=cost_of(call, x.q, x.k, backward=True),
     )
-    if not call.spec.num_sink_tokens or segments is not None:
+    if not call.spec.num_sink_tokens or packed:
         return results
     dq, dk, dv, *dbias, dk_sinks, dv_sinks = results
     return dq, _add_to_first_keys(dk, dk_sinks), _add_to_first_keys(dv, dv_sinks), *dbias
+
+
+def _inputs(
+    call: Call,
+    x: TpuOperands,
+    gradients: OutGradients,
+    segments: Segments | None,
+    grid: "_Grid",
+    of_sinks: pl.BlockSpec,
+) -> list[Block]:
+    head_dim = x.q.shape[3]
+    queries = grid.of_queries(grid.block, head_dim)
+    of_head = grid.spec((grid.members, 8, LANES), lambda b, h, kv, i: (h, 0, 0))
+    inputs = [Block(x.q, queries), Block(gradients.dout, queries), Block(by_head(x.head_bias), of_head)]
+    window = range(blocks_back(call), -1, -1)
+    inputs += [Block(array, grid.of_keys(before, head_dim)) for array in (x.k, x.v) for before in window]
+    if gradients.statistics is not None:
+        inputs.append(Block(gradients.statistics, grid.along_lanes(8)))
+    if segments is not None:
+        last = grid.num_blocks - 1
+        of_rows = grid.spec((None, 8, grid.block), lambda b, h, kv, i: (b, 0, jnp.minimum(i, last)))
+        inputs.append(Block(segments.queries, of_rows))
+    inputs += sink_blocks(call, x, segments, of_sinks)
+    return inputs + table_blocks(x.where, functools.partial(grid.of_table, head_dim))
+
+
+def _outputs(call: Call, x: TpuOperands, packed: bool, grid: "_Grid", of_sinks: pl.BlockSpec) -> list[Block]:
+    batch, num_heads, length, head_dim = x.q.shape
+    keys = grid.of_keys(blocks_back(call), head_dim)
+    specs = grid.of_queries(grid.block, head_dim), keys, keys
+    outputs = [Block(shape_like(y.shape, y.dtype, x.q), spec) for y, spec in zip(x[:3], specs, strict=True)]
+    if call.has_bias:
+        outputs.append(Block(shape_like((batch, num_heads, 1, length), jnp.float32, x.q), grid.along_lanes(1)))
+    if call.spec.num_sink_tokens:
+        rows = grid.num_blocks * sink_rows(call, True) if packed else sink_rows(call)
+        outputs += [Block(shape_like((*x.k.shape[:2], rows, head_dim), jnp.float32, x.q), of_sinks)] * 2
+    return outputs
 
 
 def window_backward_grid(
@@ -169,7 +171,7 @@ class _Grid:
         return self.spec((None, self.members, rows, self.block), index)
 
     def of_table(self, columns: int, row: Callable) -> pl.BlockSpec:
-        """The block of a table of `add_tables`."""
+        """The block of a table of `table_blocks`."""
 
         def index(b, h, kv, i):
             return row(b), jnp.minimum(i, self.num_blocks - 1), 0

@@ -17,13 +17,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.math.spec import Coordinates
-from pallas_kernels.tpu.tile.rotation import add_tables
+from pallas_kernels.tpu.tile.rotation import table_blocks
 from pallas_kernels.tpu.tile.tiles import (
     LANES,
+    Block,
     Call,
+    LaunchGrid,
     LaunchHeads,
     Ref,
+    TpuOperands,
     by_head,
     cost_of,
     head_at,
@@ -35,6 +37,7 @@ from pallas_kernels.tpu.tile.tiles import (
 from pallas_kernels.tpu.window.document_codes import document_codes, reads_codes
 from pallas_kernels.tpu.window.geometry import (
     Cut,
+    Segments,
     blocks_back,
     oldest_rows,
     packed_segments,
@@ -43,7 +46,7 @@ from pallas_kernels.tpu.window.geometry import (
     window_steps,
     window_tiles,
 )
-from pallas_kernels.tpu.window.packed_sinks import documents_copied, gather_sinks, room_for_copies, sink_copies
+from pallas_kernels.tpu.window.packed_sinks import documents_copied, room_for_copies, sink_blocks, sink_copies
 from pallas_kernels.tpu.window.window_forward_step import (
     AHEAD,
     WindowForwardBody,
@@ -54,23 +57,14 @@ from pallas_kernels.tpu.window.window_forward_step import (
 
 
 def window_forward(
-    call: Call,
-    q: jax.Array,  # [B, H, T, D], times call.query_factor
-    k: jax.Array,  # [B, K, T, D]
-    v: jax.Array,  # [B, K, T, D]
-    head_bias: jax.Array,  # [2, H] f32: ALiBi slope and bias
-    where: Coordinates,
-    heads: LaunchHeads,
-    previous: tuple[jax.Array, ...] = (),
+    call: Call, x: TpuOperands, heads: LaunchHeads, previous: tuple[jax.Array, ...] = ()
 ) -> tuple[jax.Array, ...]:
     """As `scheduled_forward`, for the calls of `Call.window_kernel`."""
-    call = _with_own_strip(call)
-    batch, num_heads, length, head_dim = q.shape
-    group = num_heads // k.shape[1]
-    block = call.tiles.q_block
-    back = blocks_back(call)
-    segments = None if where.q_segment_ids is None else packed_segments(call, where)
-    copied = documents_copied(call, segments is not None)
+    call, (batch, num_heads, length, head_dim) = _with_own_strip(call), x.q.shape
+    block, group = call.tiles.q_block, num_heads // x.k.shape[1]
+    segments = None if x.where.q_segment_ids is None else packed_segments(call, x.where)
+    packed = segments is not None
+    copied = documents_copied(call, packed)
     scalars = scalars_of(call, segments, copied or 1)
 
     def spec(block_shape, index):
@@ -82,54 +76,45 @@ def window_forward(
 
         return pl.BlockSpec(block_shape, index_map)
 
+    queries = spec((None, None, block, head_dim), lambda b, h, kv, i: (b, h, i, 0))
+    outputs = [Block(shape_like(x.q.shape, call.result_dtype(x.q), x.q), queries)]
+    if call.softmax:
+        lse = shape_like((batch, num_heads, 1, length), jnp.float32, x.q)
+        outputs.append(Block(lse, spec((None, None, 1, block), lambda b, h, kv, i: (b, h, 0, i))))
+    return launch(
+        call,
+        functools.partial(_window_kernel, call, packed, copied, length // block),
+        "window_forward",
+        grid=LaunchGrid(window_forward_grid(call, batch, heads.count, length, group), heads, scalars),
+        inputs=[Block(x.q, queries), *_inputs(call, x, segments, spec)],
+        outputs=outputs,
+        scratch=[pltpu.SMEM((1,), jnp.int32), *_room_for_logits(call, packed), *room_for_copies(call, copied, x.k)],
+        previous=previous,
+        cost=cost_of(call, x.q, x.k),
+    )
+
+
+def _inputs(call: Call, x: TpuOperands, segments: Segments | None, spec: Callable) -> list[Block]:
+    """What the kernel reads beside the queries."""
+    block, (*_, length, head_dim) = call.tiles.q_block, x.q.shape
+    window = range(blocks_back(call), -1, -1)
+
     def keys(before):
         rows, at = _window_rows(call, before)
         return spec((None, None, rows, head_dim), lambda b, h, kv, i: (b, kv, jnp.maximum(at(i), 0), 0))
 
-    queries = spec((None, None, block, head_dim), lambda b, h, kv, i: (b, h, i, 0))
-    window = [keys(before) for before in range(back, -1, -1)]
-    inputs = [q, by_head(head_bias), *[k] * (back + 1), *[v] * (back + 1)]
-    in_specs = [queries, spec((None, 8, LANES), lambda b, h, kv, i: (h, 0, 0)), *window, *window]
-    if copied:
-        inputs += [k, v]
-        in_specs += [pl.BlockSpec(memory_space=pl.ANY)] * 2
-    elif call.spec.num_sink_tokens:
-        of_step = segments is not None
-        shape = (None, None, sink_rows(call, of_step), head_dim)
-        sinks = spec(shape, lambda b, h, kv, i: (b, kv, i if of_step else 0, 0))
-        inputs += [k, v] if segments is None else [gather_sinks(call, x, segments) for x in (k, v)]
-        in_specs += [sinks, sinks]
+    inputs = [Block(by_head(x.head_bias), spec((None, 8, LANES), lambda b, h, kv, i: (h, 0, 0)))]
+    inputs += [Block(array, keys(before)) for array in (x.k, x.v) for before in window]
+    of_step = segments is not None
+    sinks = (None, None, sink_rows(call, of_step), head_dim)
+    inputs += sink_blocks(call, x, segments, spec(sinks, lambda b, h, kv, i: (b, kv, i if of_step else 0, 0)))
     if segments is not None:
-        inputs.append(segments.queries)
-        in_specs.append(spec((None, 8, block), lambda b, h, kv, i: (b, 0, i)))
+        inputs.append(Block(segments.queries, spec((None, 8, block), lambda b, h, kv, i: (b, 0, i))))
         if reads_codes(call, head_dim):
-            inputs += [document_codes(where, q.dtype, behind=block)] * (back + 1)
-            in_specs += [_codes(call, length, before) for before in range(back, -1, -1)]
-    rows = (None, block, head_dim)
-    add_tables(where, inputs, in_specs, lambda row: spec(rows, lambda b, h, kv, i: (row(b), i, 0)))
-    outputs, out_specs = [shape_like(q.shape, call.result_dtype(q), q)], [queries]
-    if call.softmax:
-        outputs.append(shape_like((batch, num_heads, 1, length), jnp.float32, q))
-        out_specs.append(spec((None, None, 1, block), lambda b, h, kv, i: (b, h, 0, i)))
-    return launch(
-        call,
-        functools.partial(_window_kernel, call, segments is not None, copied, length // block),
-        "window_forward",
-        grid=window_forward_grid(call, batch, heads.count, length, group),
-        scalars=scalars,
-        heads=heads,
-        inputs=inputs,
-        in_specs=in_specs,
-        outputs=outputs,
-        out_specs=out_specs,
-        scratch=[
-            pltpu.SMEM((1,), jnp.int32),
-            *_room_for_logits(call, segments is not None),
-            *room_for_copies(call, copied, k),
-        ],
-        previous=previous,
-        cost=cost_of(call, q, k),
-    )
+            codes = document_codes(x.where, x.q.dtype, behind=block)
+            inputs += [Block(codes, _codes(call, length, before)) for before in window]
+    table = (None, block, head_dim)
+    return inputs + table_blocks(x.where, lambda row: spec(table, lambda b, h, kv, i: (row(b), i, 0)))
 
 
 def window_forward_grid(call: Call, batch: int, kv_heads: Any, length: int, group: int) -> tuple[Any, ...]:
