@@ -22,6 +22,7 @@ from swa_jax.model.generate import (
     _decode,
     _prefill,
     decode,
+    drawing,
     generate,
     layouts_of,
     prefill,
@@ -109,14 +110,14 @@ def test_stop_tokens_end_sequences_and_the_loop():
     # Once every sequence has stopped, no further step runs: the caches hold the prompt and what was fed back.
     batch = prepare(model, [prompts[2]] * 4, NEW)
     logits, cache = prefill(model, batch)
-    new, cache = decode(model, batch, logits, cache, NEW, stop_tokens=stops)
+    new, cache = decode(model, batch, logits, cache, NEW, drawing(stop_tokens=stops))
     kept = len(expected[2])
     assert np.asarray(new).tolist() == [free[2][:kept] + [NOTHING] * (NEW - kept)] * 4
     assert np.asarray(cache.lengths).tolist() == [19 + kept] * 4
     # Where others go on, the cache of one that has stopped stays as it is.
     batch = prepare(model, prompts, NEW)
     logits, beside = prefill(model, batch)
-    _, beside = decode(model, batch, logits, beside, NEW, stop_tokens=stops)
+    _, beside = decode(model, batch, logits, beside, NEW, drawing(stop_tokens=stops))
     assert beside.lengths[2] == 19 + kept < beside.lengths[3]
     (pools,), (others,) = cache.pools, beside.pools
     for alone, among in ((pools.k_ring, others.k_ring), (pools.v_ring, others.v_ring)):

@@ -17,7 +17,7 @@ from pallas_kernels.pools import attend_over_pools
 from swa_jax.base.errors import ConfigError
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import perplexity, score_answers
-from swa_jax.model.attention import kinds_of, layer_plan
+from swa_jax.model.attention import kinds_of, layer_data
 from swa_jax.model.cache import allocate, cache_bytes, cache_layouts
 from swa_jax.model.decoder import Decoder
 
@@ -291,22 +291,22 @@ def test_with_pattern_shares_the_arrays():
     assert routed[0].embedding[...] is model.embedding[...]
 
 
-def test_a_layer_plan_replaces_the_pattern():
+def test_layer_data_replaces_the_pattern():
     """One compiled function serves every pattern made of the same kinds."""
     model, tokens = model_of("streaming"), random_tokens(len(LENGTHS), MAX_LENGTH)
     kinds = kinds_of(make("Fwhw", ((), (), (0,), ())))
 
     @nnx.jit
-    def logits(model, plan):
-        return model.logits(model.features(tokens, plan=plan, kinds=kinds)[0])
+    def logits(model, data):
+        return model.logits(model.features(tokens, data=data)[0])
 
     for types, heads, name in (("wwww", (), "streaming"), ("FFFF", (), "full")):
-        actual = logits(model, layer_plan(make(types, heads), model.config, kinds))
+        actual = logits(model, layer_data(make(types, heads), model.config, kinds))
         np.testing.assert_allclose(actual, logits_of(model_of(name), tokens), **CLOSE)
     # Hybrid layers with no full head, or with all of them, are windowed and full layers.
-    actual = logits(model, layer_plan(make("hhhh"), model.config, kinds))
+    actual = logits(model, layer_data(make("hhhh"), model.config, kinds))
     np.testing.assert_allclose(actual, logits_of(model_of("streaming"), tokens), **CLOSE)
-    actual = logits(model, layer_plan(make("hFhh", ((0, 1), (), (1, 0), (0, 1))), model.config, kinds))
+    actual = logits(model, layer_data(make("hFhh", ((0, 1), (), (1, 0), (0, 1))), model.config, kinds))
     np.testing.assert_allclose(actual, logits_of(model_of("full"), tokens), **CLOSE)
 
 
@@ -443,14 +443,14 @@ def test_a_windowed_layer_does_not_pay_for_full_attention():
     kinds, tokens = kinds_of(model.pattern), random_tokens(1, 4096)
 
     @jax.jit
-    def hidden(weights, plan):
-        return nnx.merge(graph, weights).features(tokens, plan=plan, kinds=kinds)[0]
+    def hidden(weights, data):
+        return nnx.merge(graph, weights).features(tokens, data=data)[0]
 
     def seconds(types):
-        plan = layer_plan(make(types, sliding_window=64), model.config, kinds)
-        hidden(weights, plan).block_until_ready()
+        data = layer_data(make(types, sliding_window=64), model.config, kinds)
+        hidden(weights, data).block_until_ready()
         start = time.process_time()
-        hidden(weights, plan).block_until_ready()
+        hidden(weights, data).block_until_ready()
         return time.process_time() - start
 
     def faster(least):

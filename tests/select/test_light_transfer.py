@@ -14,7 +14,7 @@ from tiny_models import PLAIN
 from swa_jax.base.errors import ConfigError
 from swa_jax.evaluate import Example
 from swa_jax.evaluate.nll import answer_batches
-from swa_jax.model.attention import layer_plan
+from swa_jax.model.attention import layer_data
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
@@ -32,15 +32,15 @@ def model():
 def dense_ratios(model, prompt, last, sinks, recent):
     """[L], by whole T x T matrices in f64."""
     graph, weights = nnx.split(model.layers)
-    context = model.context(jnp.asarray([prompt]), ("full_attention",))
-    plan = layer_plan(model.pattern, CONFIG, ("full_attention",))
+    context = model.context(jnp.asarray([prompt]))
+    data = layer_data(model.pattern, CONFIG, ("full_attention",))
     x, found = model.embed(jnp.asarray([prompt])), []
     place = np.arange(len(prompt))
     lag = place[:, None] - place
     near = (lag < recent) | (place < sinks)
     for layer in range(CONFIG.num_hidden_layers):
         block = nnx.merge(graph, jax.tree.map(lambda w, layer=layer: w[layer], weights))
-        row = jax.tree.map(lambda p, layer=layer: p[layer], plan)
+        row = jax.tree.map(lambda p, layer=layer: p[layer], data)
         qkv = block.attention.qkv(block.attention_input(x), row, context)
         q, k, v = (np.asarray(t[0], np.float64) for t in qkv)
         k, v = (np.repeat(t, 2, axis=1) for t in (k, v))

@@ -12,7 +12,7 @@ from tiny_models import LAYER_KINDS, PLAIN
 from pallas_kernels import alibi_slopes
 from swa_jax.base.errors import ConfigError
 from swa_jax.evaluate import Example
-from swa_jax.model.attention import layer_plan, model_spec
+from swa_jax.model.attention import layer_data, model_spec
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.generate import generate
 from swa_jax.model.pattern import AttentionPattern
@@ -64,13 +64,13 @@ def dense(model, tokens, probes):
     added to the probabilities."""
     config = model.config
     graph, weights = nnx.split(model.layers)
-    context = model.context(jnp.asarray([tokens]), ("full_attention",))
-    plan = layer_plan(model.pattern, config, ("full_attention",))
+    context = model.context(jnp.asarray([tokens]))
+    data = layer_data(model.pattern, config, ("full_attention",))
     lag = np.subtract.outer(np.arange(len(tokens)), np.arange(len(tokens)))
     x, found = model.embed(jnp.asarray([tokens])), []
     for layer in range(config.num_hidden_layers):
         block = nnx.merge(graph, jax.tree.map(lambda w, layer=layer: w[layer], weights))
-        row = jax.tree.map(lambda p, layer=layer: p[layer], plan)
+        row = jax.tree.map(lambda p, layer=layer: p[layer], data)
         q, k, v = (t[0] for t in block.attention.qkv(block.attention_input(x), row, context))
         k, v = (jnp.repeat(t, 2, axis=1) for t in (k, v))
         scale = config.attention_scale or config.head_dim**-0.5

@@ -54,12 +54,12 @@ def dense(model, tokens, probes):
     """One text [T] through the model with whole attention matrices: logits [T, V], and [L, H, T, T] probabilities."""
     graph, weights = nnx.split(model.layers)
     group = CONFIG.num_attention_heads // CONFIG.num_key_value_heads
-    plan, context = static._full_attention(model, jnp.ones((1, len(tokens)), jnp.int32))
+    data, context = static._full_attention(model, jnp.ones((1, len(tokens)), jnp.int32))
     causal = np.tril(np.ones((len(tokens), len(tokens)), bool))
     x, all_logits, all_weights, queries = model.embed(jnp.asarray(tokens)[None]), [], [], []
     for layer in range(CONFIG.num_hidden_layers):
         block = nnx.merge(graph, jax.tree.map(lambda w, layer=layer: w[layer], weights))
-        row = jax.tree.map(lambda p, layer=layer: p[layer], plan)
+        row = jax.tree.map(lambda p, layer=layer: p[layer], data)
         q, k, v = block.attention.qkv(block.attention_input(x), row, context)
         k, v = (jnp.repeat(t, group, axis=2) for t in (k, v))
         logits = jnp.einsum("bthd,bshd->hts", q, k, precision="highest") / np.sqrt(CONFIG.head_dim)
