@@ -247,11 +247,12 @@ def check_experts() -> None:
 
     differentiate = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), static_argnums=2)
     expected = differentiate(state, x, None)
-    whole = ShardingRules(batch=("data", "fsdp"))  # tokens are whole along the experts' axis
-    for mesh in (*EXPERT_MESHES.values(), MeshConfig(2, 2, 1, 2)):
-        for rules in (ShardingRules(), whole):
-            got = differentiate(state, x, Partition(make_mesh(mesh), rules))
-            assert_close({f"experts, {mesh}": got}, {f"experts, {mesh}": expected}, "float32", gradient=True)
+    split, whole = ShardingRules(), ShardingRules(batch=("data", "fsdp"))  # of tokens along the experts' axis
+    eight, with_width, with_tokens = EXPERT_MESHES.values()
+    places = (eight, whole), (with_width, split), (with_width, whole), (with_tokens, split)
+    for mesh, rules in (*places, (MeshConfig(2, 2, 1, 2), split)):
+        got = differentiate(state, x, Partition(make_mesh(mesh), rules))
+        assert_close({f"experts, {mesh}": got}, {f"experts, {mesh}": expected}, "float32", gradient=True)
 
 
 MODELS = {

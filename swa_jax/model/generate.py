@@ -115,7 +115,7 @@ class DrawRules(NamedTuple):
     """How all sequences of a batch draw and what ends them; all data."""
 
     sampling: Sampling
-    stop_tokens: jax.Array  # [N] int32
+    stop_tokens: jax.Array  # [N] int32; `NOTHING` is none
     seed: jax.Array  # uint32
 
 
@@ -193,7 +193,10 @@ def sampling(temperature: float = 0.0, top_k: int | None = None, top_p: float | 
 
 def drawing(sampling: Sampling = GREEDY, stop_tokens: Sequence[int] = (), seed: int = 0) -> DrawRules:
     """How sequences draw and what ends them, as arrays (see `generate`)."""
-    return DrawRules(sampling, jnp.asarray(np.asarray(stop_tokens, np.int32)), jnp.uint32(seed % 2**32))
+    # Any few stop tokens are the same program: what is left of them stands for no token.
+    padded = np.full(-(-max(len(stop_tokens), 1) // 8) * 8, NOTHING, np.int32)
+    padded[: len(stop_tokens)] = stop_tokens
+    return DrawRules(sampling, jnp.asarray(padded), jnp.uint32(seed % 2**32))
 
 
 def prefill(model: Decoder, batch: Batch) -> tuple[jax.Array, KVCache]:

@@ -103,8 +103,8 @@ def test_decoding_with_the_tpu_kernel(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["streaming", "head-hybrid"])
 def test_queries_from_full_from_on_see_everything(name):
-    tokens = random_tokens(2, 20)
-    everywhere = logits_of(model_of(name), tokens, full_from=jnp.zeros(2, jnp.int32))
+    tokens = random_tokens(len(LENGTHS), MAX_LENGTH)
+    everywhere = logits_of(model_of(name), tokens, full_from=jnp.zeros(len(LENGTHS), jnp.int32))
     np.testing.assert_allclose(everywhere, logits_of(model_of("full"), tokens), **CLOSE)
 
 
@@ -131,7 +131,7 @@ def test_patterns_differ_from_full_attention(name):
 
 
 def test_gates_are_of_both_kinds():
-    _, routing = model_of("switch").features(random_tokens(4, MAX_LENGTH))
+    _, routing = nnx.jit(lambda model, tokens: model.features(tokens))(model_of("switch"), random_tokens(4, MAX_LENGTH))
     gate = np.asarray(routing.gate)
     assert set(np.unique(gate)) == {0.0, 1.0}
     routed = np.array([True, True, False, True])
@@ -246,16 +246,15 @@ def test_positions():
 
 
 def test_routed_layers_choose_a_branch():
-    model = base_model(SOFTMAX).with_pattern(make("SSSS", num_sink_tokens=2))
-    tokens = random_tokens(2, 20)
+    model = base_model(SOFTMAX).with_pattern(make("SSSS", num_sink_tokens=3))
+    tokens = random_tokens(len(LENGTHS), MAX_LENGTH)
     outputs = {}
     for bias in (-100.0, 100.0):
         proj = nnx.clone(model).layers.attention.router.proj
         biased = nnx.clone(model)
         biased.layers.attention.router.proj.bias = nnx.Param(jnp.full_like(proj.bias[...], bias))
         outputs[bias] = logits_of(biased, tokens)
-    window = logits_of(model.with_pattern(make("wwww", num_sink_tokens=2)), tokens)
-    full = logits_of(model.with_pattern(make("FFFF", sliding_window=None)), tokens)
+    window, full = (logits_of(model_of(name), tokens) for name in ("streaming", "full"))
     np.testing.assert_allclose(outputs[-100.0], window, **CLOSE)
     np.testing.assert_allclose(outputs[100.0], full, **CLOSE)
 
