@@ -23,9 +23,9 @@ from swa_jax.model.config import ModelConfig
 from swa_jax.model.experts import ExpertLoad
 from swa_jax.model.layer_stacks import rope_groups
 from swa_jax.model.layer_types import CHUNKED, FULL, HYBRID, LAYER_TYPES, SWITCH, WINDOW
-from swa_jax.model.layers import Norm, RopeTables, linear, rms_normed, rope_distance
+from swa_jax.model.layers import Norm, RopeTables, drawn, linear, rms_normed, rope_distance
 from swa_jax.model.mesh_attention import StaticOptions, attention_on_mesh
-from swa_jax.model.parameters import ROUTERS, declared
+from swa_jax.model.parameters import ROUTERS
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition
 
@@ -180,8 +180,7 @@ class Attention(nnx.Module):
         if config.attention_gate != "none":
             self.g_proj = linear("layers.attention.g_proj", config, dtype, rngs)
         if config.sink_logits:
-            sinks = declared(config)["layers.attention.sink_logits"]
-            self.sink_logits = nnx.Param(sinks.init(rngs.params(), sinks.shape, dtype))
+            self.sink_logits = drawn("layers.attention.sink_logits", config, dtype, rngs)
         if routed:
             self.router = Router(config, rngs)
 

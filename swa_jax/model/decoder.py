@@ -32,10 +32,9 @@ from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_inputs import LayerInputs
 from swa_jax.model.layer_stacks import head_groups
 from swa_jax.model.layer_types import SWITCH
-from swa_jax.model.layers import Norm, RopeTables, linear, query_scale, rope_tables
+from swa_jax.model.layers import Norm, RopeTables, drawn, linear, query_scale, rope_tables
 from swa_jax.model.lora import LoraConfig, seed_dropout, with_lora
 from swa_jax.model.loss import Teacher, TokenLoss, scaled_logits, token_loss
-from swa_jax.model.parameters import declared
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.remat import PLAIN, TrainingPass, rematerialised
 from swa_jax.model.sharding import Partition, constrain
@@ -60,9 +59,7 @@ class Decoder(nnx.Module):
         self.lora: LoraConfig | None = None  # set by `swa_jax.model.lora.with_lora`
         dtype = jnp.dtype(dtype)  # one spelling, so that equal models hash alike and share compilations
         self.routed = routed = SWITCH in pattern.layer_types
-        embedding = declared(config)["embedding"]
-        self.embedding = nnx.Param(embedding.init(rngs.params(), embedding.shape, dtype))
-
+        self.embedding = drawn("embedding", config, dtype, rngs)
         if config.hidden_size_per_layer_input:
             self.layer_inputs = LayerInputs(config, dtype, rngs)
         self.layers = stacked_layers(config, routed, dtype, rngs)
