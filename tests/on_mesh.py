@@ -28,7 +28,7 @@ from swa_jax.model.draws import normal, split_over_devices
 from swa_jax.model.experts import MixtureOfExperts
 from swa_jax.model.lora import trained_and_frozen, with_lora
 from swa_jax.model.loss import Teacher, token_loss
-from swa_jax.model.mesh_attention import attention_on_mesh
+from swa_jax.model.mesh_attention import StaticOptions, attention_on_mesh
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sequence_order import zigzag
 from swa_jax.model.sharding import MeshConfig, Partition, ShardingRules, make_mesh
@@ -80,8 +80,8 @@ def attend(q, k, v, spec, options, partition, implementation=None):
         ids = packing.q_segment_ids if packing.q_segment_ids is not None else jnp.ones(q.shape[:2], jnp.int32)
         packing = packing._replace(q_segment_ids=here(ids), q_positions=here(segment_positions(ids)))
     out, disagreement = attention_on_mesh(
-        here(q), here(k), here(v), spec, PerHead(*(options.get(name) for name in PerHead._fields)), packing,
-        gate=None if gate is None else here(gate), partition=partition, implementation=implementation,
+        (here(q), None), here(k), here(v), PerHead(*(options.get(name) for name in PerHead._fields)), packing,
+        StaticOptions(spec, implementation=implementation), None if gate is None else here(gate), partition=partition,
     )  # fmt: skip
     return there(out), there(disagreement)
 
@@ -247,11 +247,12 @@ def check_experts() -> None:
 
     differentiate = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), static_argnums=2)
     expected = differentiate(state, x, None)
-    whole = ShardingRules(batch=("data", "fsdp"))  # tokens are whole along the experts' axis
-    for mesh in (*EXPERT_MESHES.values(), MeshConfig(2, 2, 1, 2)):
-        for rules in (ShardingRules(), whole):
-            got = differentiate(state, x, Partition(make_mesh(mesh), rules))
-            assert_close({f"experts, {mesh}": got}, {f"experts, {mesh}": expected}, "float32", gradient=True)
+    split, whole = ShardingRules(), ShardingRules(batch=("data", "fsdp"))  # of tokens along the experts' axis
+    eight, with_width, with_tokens = EXPERT_MESHES.values()
+    places = (eight, whole), (with_width, split), (with_width, whole), (with_tokens, split)
+    for mesh, rules in (*places, (MeshConfig(2, 2, 1, 2), split)):
+        got = differentiate(state, x, Partition(make_mesh(mesh), rules))
+        assert_close({f"experts, {mesh}": got}, {f"experts, {mesh}": expected}, "float32", gradient=True)
 
 
 MODELS = {

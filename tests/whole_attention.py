@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from pallas_kernels import alibi_slopes
-from swa_jax.model.attention import layer_plan
+from swa_jax.model.attention import layer_data
 from swa_jax.model.layer_types import FULL
 
 
@@ -26,12 +26,12 @@ def _whole(graph, weights, tokens, probes):
     model = nnx.merge(graph, weights)
     config = model.config
     block_graph, stacked = nnx.split(model.layers)
-    context, plan = model.context(tokens[None], (FULL,)), layer_plan(model.pattern, config, (FULL,))
+    context, data = model.context(tokens[None]), layer_data(model.pattern, config, (FULL,))
     lag = np.subtract.outer(np.arange(len(tokens)), np.arange(len(tokens)))
     scale, group = config.attention_scale or config.head_dim**-0.5, config.num_attention_heads // config.common_kv_heads
     x, found = model.embed(tokens[None]), []
     for layer in range(config.num_hidden_layers):
-        own, row = jax.tree.map(lambda w, layer=layer: w[layer], (stacked, plan))
+        own, row = jax.tree.map(lambda w, layer=layer: w[layer], (stacked, data))
         block = nnx.merge(block_graph, own)
         q, k, v = (t[0] for t in block.attention.qkv(block.attention_input(x), row, context))
         k, v = (jnp.repeat(t, group, axis=1) for t in (k, v))

@@ -18,7 +18,7 @@ from swa_jax.adapt.search import BY_HEADS, EFFORTS, HOW, Effort, fitting
 from swa_jax.adapt.tasks import ROWS_OF_TEXT, EvalTask, num_examples
 from swa_jax.checkpoint.canary import plan_size
 from swa_jax.checkpoint.readings import readings_of
-from swa_jax.model.attention import layer_plan
+from swa_jax.model.attention import layer_data
 from swa_jax.model.block import Block, Stream
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.flops import attention_flops, matrix_parameters
@@ -183,9 +183,9 @@ def time_layers(job: Adaptation, length: int) -> Clock:
     window = min(job.space.start.window.keys, length)
     pattern = AttentionPattern((WINDOW,) * config.num_hidden_layers, window)
     kinds = (FULL, WINDOW)
-    plan = layer_plan(pattern, config, kinds)
+    data = layer_data(pattern, config, kinds)
     like = max((one for one in layer_stacks(config) if "shared" not in one.name), key=lambda one: len(one.layers))
-    row = jax.tree.map(lambda x: x[like.layers[0]], plan)
+    row = jax.tree.map(lambda x: x[like.layers[0]], data)
     decoder = nnx.eval_shape(lambda: Decoder(config, pattern, dtype=dtype, rngs=nnx.Rngs(0)))
     block = Block(like, False, dtype, num_experts=config.num_experts, rngs=nnx.Rngs(0))
     graph, weights = nnx.split(block)
@@ -195,9 +195,9 @@ def time_layers(job: Adaptation, length: int) -> Clock:
 
     @jax.jit
     def layer(weights: nnx.State, x: jax.Array, kind: jax.Array) -> jax.Array:
-        context = decoder.context(tokens, kinds, jnp.ones_like(tokens))
+        context = decoder.context(tokens, jnp.ones_like(tokens))
         inputs = jnp.zeros((*tokens.shape, config.hidden_size_per_layer_input), dtype)
-        return nnx.merge(graph, weights)(Stream(x), row._replace(kind=kind, inputs=inputs), context)[0].x
+        return nnx.merge(graph, weights)(Stream(x), dataclasses.replace(row, kind=kind, inputs=inputs), context)[0].x
 
     full, windowed = (_timed(functools.partial(layer, weights, x, jnp.int32(kind))) / rows for kind in (0, 1))
     matrix = jnp.ones((config.hidden_size, config.vocab_size), dtype)

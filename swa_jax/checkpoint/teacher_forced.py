@@ -18,7 +18,7 @@ from flax import nnx
 
 from pallas_kernels import AttentionSpec
 from swa_jax.checkpoint.readings import Reading
-from swa_jax.model.attention import AttentionContext, LayerPlan, cast_parameters, layer_plan, model_spec
+from swa_jax.model.attention import AttentionContext, LayerData, cast_parameters, layer_data, model_spec
 from swa_jax.model.block import Block, Stream
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
@@ -66,11 +66,9 @@ class Forward:
             targets[i, : len(asked)] = [[*text, 0][t + 1] for t in asked]
         graph, weights = self._weights(reading.config, jnp.dtype(dtype))
         rope, scale = self._rope(reading, longest, width)
-        plan = layer_plan(reading.pattern, reading.config, self.kinds)
+        data = layer_data(reading.pattern, reading.config, self.kinds)
         spec = model_spec(reading.config, reading.pattern)
-        log_probs, top = _answers(
-            graph, weights, spec, self.kinds, self.top, plan, rope, scale, tokens, queries, targets
-        )
+        log_probs, top = _answers(graph, weights, spec, self.top, data, rope, scale, tokens, queries, targets)
         answers = Answers(
             *(
                 [np.asarray(row)[: len(asked)] for row, asked in zip(rows, texts.queries, strict=True)]
@@ -111,14 +109,13 @@ def _structure(config: ModelConfig, routed: bool, dtype: jnp.dtype) -> tuple[Any
     return graph, tuple(path for path, _ in nnx.to_flat_state(wanted))
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "spec", "kinds", "top"))
+@functools.partial(jax.jit, static_argnames=("graph", "spec", "top"))
 def _answers(
     graph: Any,
     weights: Any,
     spec: AttentionSpec,
-    kinds: tuple[str, ...],
     top: int,
-    plan: LayerPlan,
+    data: LayerData,
     rope: RopeTables,
     scale: jax.Array | None,
     tokens: jax.Array,
@@ -130,12 +127,12 @@ def _answers(
     rope = jax.tree.map(lambda t: jnp.broadcast_to(t, (t.shape[0], *tokens.shape, t.shape[-1])), rope)
     if scale is not None:
         scale = jnp.broadcast_to(scale, tokens.shape)
-    context = AttentionContext(spec, kinds, rope, scale)
+    context = AttentionContext(spec, rope, scale)
 
-    def layer(stream: Stream, block: Block, plan: LayerPlan) -> tuple[Stream, None]:
-        return block(stream, plan, context)[0], None
+    def layer(stream: Stream, block: Block, row: LayerData) -> tuple[Stream, None]:
+        return block(stream, row, context)[0], None
 
-    stream, _ = model.scan(layer, *model.begin(tokens, plan))
+    stream, _ = model.scan(layer, *model.begin(tokens, data))
 
     def of_a_text(row: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         x, asked, targets = row

@@ -16,7 +16,7 @@ from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.ruler import Score, string_match_all
 from swa_jax.evaluate.samples import NO_SAMPLES, Samples
 from swa_jax.model.decoder import Decoder
-from swa_jax.model.generate import NOTHING, decode, prefill, prepare
+from swa_jax.model.generate import NOTHING, decode, drawing, prefill, prepare
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _run_batch(
     logits, cache = jax.block_until_ready(prefill(model, batch))
     middle = time.perf_counter()
     cache_bytes = cache.nbytes
-    new = np.asarray(decode(model, batch, logits, cache, max_new_tokens, stop_tokens=stop_tokens)[0])
+    new = np.asarray(decode(model, batch, logits, cache, max_new_tokens, drawing(stop_tokens=stop_tokens))[0])
     end = time.perf_counter()
     drawn = (new != NOTHING).sum(1)  # [B], without the stop token
     steps = int((drawn + (drawn < max_new_tokens)).max()) - 1

@@ -21,7 +21,7 @@ from swa_jax.base.errors import ConfigError
 from swa_jax.base.estimates import Estimate, bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.samples import NO_SAMPLES, Samples
-from swa_jax.model.attention import LayerPlan, kinds_of, layer_plan
+from swa_jax.model.attention import LayerData, kinds_of, layer_data
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
@@ -88,7 +88,7 @@ def score_answers(
         kinds = (FULL, WINDOW)
     elif SWITCH not in kinds and HYBRID in kinds:
         pattern, kinds = _by_heads(pattern, model.config), (HYBRID,)
-    plan = layer_plan(pattern, model.config, kinds)
+    data = layer_data(pattern, model.config, kinds)
     graph, weights = _shared_graph(model, pattern, kinds)
     nll, right = np.empty(len(examples)), np.empty(len(examples), bool)
     settings = [batch_size, pattern.full_attention_decode]
@@ -96,9 +96,7 @@ def score_answers(
         rows = [examples[i] for i in index]
         known = samples.find("likelihood", rows, settings)
         if known is None:
-            mean, found = (
-                np.asarray(x)[: len(index)] for x in score_batch(graph, weights, batch, plan, kinds, partition)
-            )
+            mean, found = (np.asarray(x)[: len(index)] for x in score_batch(graph, weights, batch, data, partition))
             known = [{"nll": float(x), "right": bool(y)} for x, y in zip(mean, found, strict=True)]
             samples.add("likelihood", rows, settings, known)
         nll[index] = [record["nll"] for record in known]
@@ -203,24 +201,14 @@ def _batches_of(
             yield index, AnswerBatch(*map(jax.device_put, arrays, places))
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "kinds", "partition"))
+@functools.partial(jax.jit, static_argnames=("graph", "partition"))
 def score_batch(
-    graph: Any,
-    weights: nnx.State,
-    batch: AnswerBatch,
-    plan: LayerPlan,
-    kinds: tuple[str, ...],
-    partition: Partition | None = None,
+    graph: Any, weights: nnx.State, batch: AnswerBatch, data: LayerData, partition: Partition | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Mean NLL of the labels of each row [B] f32, and whether those of its value are all the likeliest [B] bool."""
     model: Decoder = nnx.merge(graph, weights)
     hidden, _ = model.features(
-        batch.tokens,
-        segment_ids=batch.segment_ids,
-        full_from=batch.full_from,
-        plan=plan,
-        kinds=kinds,
-        partition=partition,
+        batch.tokens, segment_ids=batch.segment_ids, full_from=batch.full_from, data=data, partition=partition
     )
     hidden = jnp.take_along_axis(hidden, batch.queries[:, :, None], axis=1)  # [B, A, d]
     return answer_loss(model, hidden, batch)

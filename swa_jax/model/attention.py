@@ -1,6 +1,6 @@
 """The attention module of a decoder layer: projections, rotary embeddings, router, and the choice of kind.
 
-Which kind a layer is comes as data (`LayerPlan`), scanned with the stacked weights, so one compiled layer serves
+Which kind a layer is comes as data (`LayerData`), scanned with the stacked weights, so one compiled layer serves
 the whole depth; `lax.switch` runs only the kind that is asked for.
 """
 
@@ -23,9 +23,9 @@ from swa_jax.model.config import ModelConfig
 from swa_jax.model.experts import ExpertLoad
 from swa_jax.model.layer_stacks import rope_groups
 from swa_jax.model.layer_types import CHUNKED, FULL, HYBRID, LAYER_TYPES, SWITCH, WINDOW
-from swa_jax.model.layers import Norm, RopeTables, linear, rms_normed, rope_distance
-from swa_jax.model.mesh_attention import attention_on_mesh
-from swa_jax.model.parameters import ROUTERS, declared
+from swa_jax.model.layers import Norm, RopeTables, drawn, linear, rms_normed, rope_distance
+from swa_jax.model.mesh_attention import StaticOptions, attention_on_mesh
+from swa_jax.model.parameters import ROUTERS
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition
 
@@ -33,11 +33,14 @@ from swa_jax.model.sharding import Partition
 AROUND_ATTENTION = "around_attention"
 
 
-class LayerPlan(NamedTuple):
-    """What differs by layer, as data: indices into the kinds and the RoPE tables, and the KV heads that stay full."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerData:
+    """What differs by layer, as data that is scanned with the weights; a layer gets its row of it."""
 
-    kind: jax.Array  # [L] int32
-    full_heads: jax.Array  # [L, K] bool, K being the most that a layer has
+    kinds: tuple[str, ...] = dataclasses.field(metadata={"static": True})  # the layer types that are compiled
+    kind: jax.Array  # [L] int32: index into `kinds`
+    full_heads: jax.Array  # [L, K] bool: the KV heads that stay full, K being the most that a layer has
     rope: jax.Array  # [L] int32: index into the RoPE tables of the layer's head_dim
     inputs: jax.Array | None = None  # [L, B, T, P]: see `layer_inputs`; of the tokens, not of the pattern
 
@@ -57,8 +60,7 @@ class AttentionContext:
     """What all layers of one forward pass share."""
 
     spec: AttentionSpec
-    kinds: tuple[str, ...]  # the layer types compiled; `LayerPlan.kind` indexes them
-    rope: RopeTables  # `LayerPlan.rope` indexes R; empty in a model without RoPE
+    rope: RopeTables  # `LayerData.rope` indexes R; empty in a model without RoPE
     query_scale: jax.Array | None = None  # [B, T]: the factor on queries (`layers.query_scale`)
     segment_ids: jax.Array | None = None  # [B, T]
     positions: jax.Array | None = None  # [B, T], only when they are not those of the segments
@@ -66,6 +68,10 @@ class AttentionContext:
     implementation: Implementation | None = None
     inference: bool = False  # nothing is differentiated: tokens routed to the window skip the full branch
     partition: Partition | None = None  # the mesh that the arrays lie on
+
+    @property
+    def static(self) -> StaticOptions:
+        return StaticOptions(self.spec, self.inference, self.implementation)
 
     @property
     def packing(self) -> Packing:
@@ -78,8 +84,9 @@ def kinds_of(pattern: AttentionPattern) -> tuple[str, ...]:
     return tuple(kind for kind in LAYER_TYPES if kind in pattern.layer_types)
 
 
-def layer_plan(pattern: AttentionPattern, config: ModelConfig, kinds: tuple[str, ...]) -> LayerPlan:
-    """How each layer attends (the pattern) and is rotated (the model), as data that the layers are scanned with."""
+def layer_data(pattern: AttentionPattern, config: ModelConfig, kinds: tuple[str, ...] = ()) -> LayerData:
+    """How each layer attends (the pattern) and is rotated (the model); `kinds`: () compiles those of the pattern."""
+    kinds = kinds or kinds_of(pattern)
     full_heads = np.zeros((pattern.num_layers, config.most_kv_heads), bool)
     for layer, heads in enumerate(pattern.full_kv_heads):
         full_heads[layer, list(heads)] = True
@@ -87,7 +94,7 @@ def layer_plan(pattern: AttentionPattern, config: ModelConfig, kinds: tuple[str,
     tables, sizes = rope_groups(config), (size for _, size in config.head_shapes)
     layers = zip(config.rope_kinds_by_layer, sizes, strict=True)
     rope = np.array([tables[size].index(name) for name, size in layers], np.int32)
-    return LayerPlan(jnp.asarray(kind), jnp.asarray(full_heads), jnp.asarray(rope))
+    return LayerData(kinds, jnp.asarray(kind), jnp.asarray(full_heads), jnp.asarray(rope))
 
 
 def model_spec(config: ModelConfig, pattern: AttentionPattern) -> AttentionSpec:
@@ -173,23 +180,22 @@ class Attention(nnx.Module):
         if config.attention_gate != "none":
             self.g_proj = linear("layers.attention.g_proj", config, dtype, rngs)
         if config.sink_logits:
-            sinks = declared(config)["layers.attention.sink_logits"]
-            self.sink_logits = nnx.Param(sinks.init(rngs.params(), sinks.shape, dtype))
+            self.sink_logits = drawn("layers.attention.sink_logits", config, dtype, rngs)
         if routed:
             self.router = Router(config, rngs)
 
     def qkv(
-        self, x: jax.Array, plan: LayerPlan, context: AttentionContext
+        self, x: jax.Array, row: LayerData, context: AttentionContext
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        """x [B, T, d] and this layer's row of the plan -> q [B, T, H, D], k and v [B, T, K, D], normed and rotated.
+        """x [B, T, d] and this layer's data -> q [B, T, H, D], k and v [B, T, K, D], normed and rotated.
 
         k and v are None in a layer that reads those of another.
         """
-        q, k, v, rotation = self.unrotated(x, plan, context)
+        q, k, v, rotation = self.unrotated(x, row, context)
         return q if rotation is None else rotate(q, rotation), k, v
 
     def unrotated(
-        self, x: jax.Array, plan: LayerPlan, context: AttentionContext
+        self, x: jax.Array, row: LayerData, context: AttentionContext
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, Rotation | None]:
         """As `qkv`, with queries that are still to be rotated by the last result."""
         size = self.config.head_dim
@@ -215,7 +221,7 @@ class Attention(nnx.Module):
             if context.rope:
                 tables = context.rope[size]
                 one = tables[0].shape[0] == 1  # a constant index costs nothing
-                cos, sin = (table[0 if one else plan.rope] for table in tables)
+                cos, sin = (table[0 if one else row.rope] for table in tables)
                 rotation = Rotation(cos, sin, rope_distance(self.config))
                 k = k if k is None else rotate(k, rotation)
                 if context.query_scale is not None:  # queries that are rotated are scaled with it
@@ -227,9 +233,9 @@ class Attention(nnx.Module):
             q, k, v = jax.tree.map(lambda t: t.reshape(*t.shape[:2], -1, size), (q, k, v))
         return q, k, v, rotation
 
-    def own(self, plan: LayerPlan) -> LayerPlan:
-        """The layer's row of a plan, with as many KV heads as it has."""
-        return plan._replace(full_heads=plan.full_heads[..., : self.config.num_key_value_heads], inputs=None)
+    def full_heads(self, row: LayerData) -> jax.Array:
+        """Which of the layer's KV heads stay full: [K] bool."""
+        return row.full_heads[..., : self.config.num_key_value_heads]
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         if hasattr(self, "router"):
@@ -253,42 +259,28 @@ class Attention(nnx.Module):
         return self.o_proj.from_heads(mixed)
 
     def __call__(
-        self, x: jax.Array, plan: LayerPlan, context: AttentionContext, others: KeysValues | None = None
+        self, x: jax.Array, row: LayerData, context: AttentionContext, others: KeysValues | None = None
     ) -> tuple[jax.Array, Routing, KeysValues]:
-        """x [B, T, d] and this layer's row of the plan -> output [B, T, d], routing [B, T], (k, v) [B, T, K, D].
+        """x [B, T, d] and this layer's data -> output [B, T, d], routing [B, T], (k, v) [B, T, K, D].
 
         `others` are the keys and values that a layer reads that has none of its own.
         """
-        q, k, v, rotation = self.unrotated(x, plan, context)
+        q, k, v, rotation = self.unrotated(x, row, context)
         k, v = own_or(others, k, v)
         logit, gate = self.route(x)
-        heads, packing = self.per_head(), context.packing
-        attend = functools.partial(
-            attention_on_mesh,
-            q,
-            k,
-            v,
-            rotation=rotation,
-            partition=context.partition,
-            implementation=context.implementation,
-        )
-
-        def full() -> tuple[jax.Array, jax.Array]:
-            return attend(context.spec.full, heads, packing._replace(full_from=None))
-
-        def window() -> tuple[jax.Array, jax.Array]:
-            return attend(context.spec, heads, packing)
-
-        def hybrid() -> tuple[jax.Array, jax.Array]:
-            return attend(context.spec, heads._replace(full_heads=self.own(plan).full_heads), packing)
-
-        def switch() -> tuple[jax.Array, jax.Array]:
-            return attend(context.spec, heads, packing, gate=gate, inference=context.inference)
-
-        branches = {FULL: full, WINDOW: window, CHUNKED: window, HYBRID: hybrid, SWITCH: switch}
+        heads, packing, static = self.per_head(), context.packing, context.static
+        attend = functools.partial(attention_on_mesh, (q, rotation), k, v, partition=context.partition)
+        # out [B, T, H, D] and the disagreement of the branches [B, T], by the layer's kind
+        branches = {
+            FULL: lambda: attend(heads, packing._replace(full_from=None), static._replace(spec=static.spec.full)),
+            WINDOW: lambda: attend(heads, packing, static),
+            HYBRID: lambda: attend(heads._replace(full_heads=self.full_heads(row)), packing, static),
+            SWITCH: lambda: attend(heads, packing, static, gate),
+        }
+        branches[CHUNKED] = branches[WINDOW]
         with jax.named_scope(AROUND_ATTENTION):
-            mixed, disagreement = choose(plan.kind, [branches[kind] for kind in context.kinds])
-        routed = _is_kind(plan.kind, context.kinds, SWITCH)
+            mixed, disagreement = choose(row.kind, [branches[kind] for kind in row.kinds])
+        routed = (row.kind == row.kinds.index(SWITCH)).astype(jnp.float32) if SWITCH in row.kinds else 0.0
         routing = Routing(logit * routed, gate * routed, disagreement)
         return self.output(mixed, x), routing, (k, v)
 
@@ -303,7 +295,3 @@ def own_or(others: KeysValues | None, k: jax.Array | None, v: jax.Array | None) 
 def choose(index: jax.Array, branches: list[Any]) -> Any:
     """Run one branch; only the chosen one costs anything."""
     return branches[0]() if len(branches) == 1 else jax.lax.switch(index, branches)
-
-
-def _is_kind(index: jax.Array, kinds: tuple[str, ...], kind: str) -> jax.Array | float:
-    return (index == kinds.index(kind)).astype(jnp.float32) if kind in kinds else 0.0

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from swa_jax.model.attention import Attention, AttentionContext, KeysValues, LayerPlan, Routing
+from swa_jax.model.attention import Attention, AttentionContext, KeysValues, LayerData, Routing
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.experts import ExpertLoad, MixtureOfExperts
 from swa_jax.model.layer_inputs import InputReader
@@ -80,11 +80,11 @@ class Block(nnx.Module):
             self.layer_scalar = nnx.Param(jnp.ones(1, dtype))
         self.config, self.num_experts, self.group = config, num_experts, like.group
 
-    def __call__(self, stream: Stream, plan: LayerPlan, context: AttentionContext) -> tuple[Stream, Routing]:
-        """The stream before this layer and the layer's row of the plan -> the stream behind it, routing [B, T]."""
-        mixed, routing, made = self.attention(self.attention_input(stream.x), plan, context, stream.read_by(self))
+    def __call__(self, stream: Stream, row: LayerData, context: AttentionContext) -> tuple[Stream, Routing]:
+        """The stream before this layer and the layer's data -> the stream behind it, routing [B, T]."""
+        mixed, routing, made = self.attention(self.attention_input(stream.x), row, context, stream.read_by(self))
         counted = None if context.segment_ids is None else context.segment_ids != 0
-        x, load = self.after_attention(stream.x, mixed, plan, context.partition, counted)
+        x, load = self.after_attention(stream.x, mixed, row, context.partition, counted)
         return stream.behind(self, x, *made), routing._replace(experts=load)
 
     def attention_input(self, x: jax.Array) -> jax.Array:
@@ -95,13 +95,13 @@ class Block(nnx.Module):
         self,
         x: jax.Array,
         mixed: jax.Array,
-        plan: LayerPlan,
+        row: LayerData,
         partition: Partition | None = None,
         counted: jax.Array | None = None,
     ) -> tuple[jax.Array, ExpertLoad | None]:
         """The residual stream behind the layer, from the one before it and attention's output, all [B, T, d]; in a
-        model with experts also how many of the counted tokens [B, T] (None: all) they got. The layer's row of the plan
-        has its input."""
+        model with experts also how many of the counted tokens [B, T] (None: all) they got. `row` is the
+        layer's data."""
         stream = self._add(x, _normed(self.attention_out_norm, mixed))
         stream = constrain(stream, partition, "batch", "sequence", None)
         parallel = self.config.norm_placement == "parallel"
@@ -109,8 +109,8 @@ class Block(nnx.Module):
         y, load = self._feed_forward(read, stream, counted, partition)
         stream = self._add(stream, _normed(self.mlp_out_norm, y))
         if self.input_reader is not None:
-            assert plan.inputs is not None, "Decoder.begin gives the plan its inputs"
-            stream = self._add(stream, self.input_reader(stream, plan.inputs))
+            assert row.inputs is not None, "Decoder.begin adds the inputs"
+            stream = self._add(stream, self.input_reader(stream, row.inputs))
         if self.config.layer_scalar:
             stream = stream * jax.lax.stop_gradient(self.layer_scalar[...]).astype(stream.dtype)
         return constrain(stream, partition, "batch", "sequence", None), load

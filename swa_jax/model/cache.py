@@ -81,7 +81,7 @@ def cache_layouts(
     window = pattern.sliding_window or max_length
     whole = kept_whole(config, pattern)
     if window + pattern.num_sink_tokens >= max_length:
-        whole = np.ones_like(whole)  # a ring would never turn
+        whole = np.ones_like(whole)  # no entry of a ring would be written twice
     return tuple(
         _layout(config, group, pattern, whole[:, : group.num_key_value_heads], max_length, window, shards)
         for group in head_groups(config)
@@ -106,15 +106,10 @@ def _layout(
     (whole_slots, whole_rows), (ring_slots, ring_rows) = (
         _slots(member & owns[:, None], shards) for member in (whole, ~whole)
     )
-    return CacheLayout(
-        group.head_dim, whole, whole_slots[sources], ring_slots[sources], whole_rows, ring_rows, shards, modes, mode,
-        max_length, window, pattern.num_sink_tokens, _source_of_others(config, group),
-    )  # fmt: skip
-
-
-def _source_of_others(config: ModelConfig, group: HeadGroup) -> int | None:
-    found = {config.kv_sources[layer] for layer in group.layers if config.kv_sources[layer] != layer}
-    return next(iter(found), None)
+    read = (config.kv_sources[layer] for layer in group.layers if config.kv_sources[layer] != layer)
+    slots = whole_slots[sources], ring_slots[sources], whole_rows, ring_rows, shards
+    sinks = pattern.num_sink_tokens
+    return CacheLayout(group.head_dim, whole, *slots, modes, mode, max_length, window, sinks, next(read, None))
 
 
 def kept_whole(config: ModelConfig, pattern: AttentionPattern) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec
 from pallas_kernels import attention, routed_attention
 from pallas_kernels.math.spec import NEVER, Packing, PerHead, Pools
 from pallas_kernels.pools import attend_over_pools, heads_in_one_launch, pools_visited, write_token
-from swa_jax.model.attention import AttentionContext, KeysValues, LayerPlan, choose, own_or
+from swa_jax.model.attention import AttentionContext, KeysValues, choose, own_or
 from swa_jax.model.cache import POOL, CacheLayout, CachePools, ring_positions, write_chunk, write_prompt
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH
 from swa_jax.model.mesh_attention import dimension_specs
@@ -24,7 +25,6 @@ class LayerPlace(NamedTuple):
     """Where each layer's keys lie, as data scanned with the layers."""
 
     mode: jax.Array  # [L]
-    whole: jax.Array  # [L, K] bool
     whole_slots: jax.Array  # [L, K]
     ring_slots: jax.Array  # [L, K]
     # [L, K]: as `ring_slots`, but nowhere for a layer whose keys others read: a chunk's go into its ring when all have
@@ -36,7 +36,7 @@ def layer_places(layout: CacheLayout) -> LayerPlace:
     writes = layout.ring_slots.copy()
     if layout.source is not None:
         writes[layout.source] = layout.ring_rows
-    arrays = layout.mode, layout.whole, layout.whole_slots, layout.ring_slots, writes
+    arrays = layout.mode, layout.whole_slots, layout.ring_slots, writes
     return LayerPlace(*map(jnp.asarray, arrays))
 
 
@@ -60,7 +60,8 @@ class LayerCall(NamedTuple):
       k, v: [B, T, K, D]; None in a layer that has none of its own, and reads those of another.
       others: the new keys and values of that other layer, None where each has its own.
       gate: [B, T], 1 where a routed layer sees everything.
-      place, plan: this layer's row.
+      place: this layer's row.
+      full_heads: [K] bool, the KV heads of a hybrid layer that see everything.
       full_from: [B] or None, as in `pallas_kernels.attention`.
       at: where the new tokens stand.
     """
@@ -73,7 +74,7 @@ class LayerCall(NamedTuple):
     gate: jax.Array
     cache: CachePools
     place: LayerPlace
-    plan: LayerPlan
+    full_heads: jax.Array
     full_from: jax.Array | None
     at: Any  # `DecodeStep` or `Chunk`
 
@@ -117,7 +118,7 @@ def _attend_to_cache(call: LayerCall, layout: CacheLayout, context: AttentionCon
             if SWITCH in kinds:
                 sees_all |= jnp.asarray([kind == SWITCH for kind in kinds])[place.mode] & (gate > 0.5)
             full_from = jnp.where(sees_all, 0, jnp.full_like(step.lengths, NEVER) if full_from is None else full_from)
-        wide = heads._replace(full_heads=call.plan.full_heads) if HYBRID in kinds else heads
+        wide = heads._replace(full_heads=call.full_heads) if HYBRID in kinds else heads
         others = (rings, context.spec) if layout.ring_rows else None
         return attend(whole, context.spec, wide, others=others, full_from=full_from)
 
@@ -127,7 +128,7 @@ def _attend_to_cache(call: LayerCall, layout: CacheLayout, context: AttentionCon
         if mode[1] == SWITCH:
             never = NEVER if context.full_from is None else context.full_from
             return attend(**reads | {"full_from": jnp.where(gate > 0.5, 0, never)}, per_head=heads)
-        wide = heads._replace(full_heads=call.plan.full_heads) if mode == ("whole", HYBRID) else heads
+        wide = heads._replace(full_heads=call.full_heads) if mode == ("whole", HYBRID) else heads
         return attend(**reads, per_head=wide, visited=step.visited and step.visited[number])
 
     if len(layout.modes) > 1 and heads_in_one_launch(call.q, whole, context.spec, context.implementation):
@@ -184,7 +185,7 @@ def with_visits(
     place = LayerPlace(*(x[0] for x in layer_places(layout)))
     if (partition := context.partition) is not None:
         rows = partition.spec("batch")
-        specs = (_cache_specs(partition), _layer_specs(partition)[0], rows, rows)
+        specs = (_cache_specs(partition), _place_specs(partition), rows, rows)
         visited = _on_each_device(visited, partition, specs, rows)
     return step._replace(visited=visited(cache, place, context.full_from, step))
 
@@ -215,7 +216,7 @@ def put_prompts(
     if partition is None:
         return here(k, v, cache, place, ring)
     tokens, caches = partition.spec("batch", None, "kv_heads", None), _cache_specs(partition)
-    specs = (tokens, tokens, caches, _layer_specs(partition)[0], partition.spec("batch", None))
+    specs = (tokens, tokens, caches, _place_specs(partition), partition.spec("batch", None))
     return _on_each_device(here, partition, specs, caches)(k, v, cache, place, ring)
 
 
@@ -251,7 +252,7 @@ def put_rings(
     if partition is None:
         return here(k, v, cache, place, chunk)
     tokens, caches = partition.spec(None, None, "kv_heads", None), _cache_specs(partition)
-    specs = (tokens, tokens, caches, _layer_specs(partition)[0], PartitionSpec())
+    specs = (tokens, tokens, caches, _place_specs(partition), PartitionSpec())
     return _on_each_device(here, partition, specs, caches)(k, v, cache, place, chunk)
 
 
@@ -278,19 +279,17 @@ def _cache_specs(partition: Partition) -> CachePools:
     return CachePools(pool, pool, pool, pool)  # type: ignore[arg-type]
 
 
-def _layer_specs(partition: Partition) -> tuple[LayerPlace, LayerPlan]:
-    """How one layer's rows of `LayerPlace` and `LayerPlan` lie."""
-    heads, everywhere = partition.spec("kv_heads"), PartitionSpec()
-    place = LayerPlace(everywhere, heads, heads, heads, heads)  # type: ignore[arg-type]
-    return place, LayerPlan(everywhere, heads, everywhere)  # type: ignore[arg-type]
+def _place_specs(partition: Partition) -> LayerPlace:
+    """How one layer's row of `LayerPlace` lies."""
+    heads = partition.spec("kv_heads")
+    return LayerPlace(PartitionSpec(), heads, heads, heads)  # type: ignore[arg-type]
 
 
 def _call_specs(partition: Partition, *batch: str) -> LayerCall:
     """How a layer's call lies on the mesh: each device has some of the rows of the batch, or all of its own call's."""
     rows, tokens = partition.spec(*batch), partition.spec(*(batch or (None,)), None, "heads", None)
-    place, plan = _layer_specs(partition)
-    heads, caches = dimension_specs(PerHead, partition), _cache_specs(partition)
-    lie: list[Any] = [heads, *[tokens] * 4, rows, caches, place, plan, rows, rows]
+    heads, caches, place = dimension_specs(PerHead, partition), _cache_specs(partition), _place_specs(partition)
+    lie: list[Any] = [heads, *[tokens] * 4, rows, caches, place, partition.spec("kv_heads"), rows, rows]
     return LayerCall(*lie)
 
 
@@ -311,15 +310,37 @@ def _chunk_over_pools(call: LayerCall, layout: CacheLayout, context: AttentionCo
     Each KV head reads its row of a pool: one after another, for all rows side by side would be a copy of the cache.
     On a GPU all heads are in one launch, and the copy of one sequence costs less than a launch for each head.
     """
-    heads, q, k, v, _, gate, cache, place, plan, _, chunk = call
+    q, k, v, place = call.q, call.k, call.v, call.place
     assert k is not None
     assert v is not None
     length, kv_heads, size = k.shape[1:]
     group = q.shape[2] // kv_heads
-    whole = Pools(cache.k_whole, cache.v_whole, place.whole_slots)
+    whole = Pools(call.cache.k_whole, call.cache.v_whole, place.whole_slots)
     together = heads_in_one_launch(q, whole, context.spec, context.implementation)
+    by_head = (
+        (place.whole_slots, place.ring_slots),
+        q.reshape(1, length, kv_heads, group, size).transpose(2, 0, 1, 3, 4),  # [K, 1, C, G, D]
+        *(x.transpose(2, 0, 1, 3)[:, :, :, None] for x in (k, v)),  # [K, 1, C, 1, D]
+        jax.tree.map(lambda x: x.reshape(kv_heads, group), call.heads),
+        call.full_heads,
+    )
+    head = _chunk_of_a_head(call, layout, context, together)
+
+    def of_all(mode: tuple[str, str]) -> jax.Array:
+        one = functools.partial(head, *mode)
+        return jax.vmap(one)(by_head) if together else jax.lax.map(one, by_head)
+
+    out = choose(place.mode, [functools.partial(of_all, mode) for mode in layout.modes])  # [K, 1, C, G, D]
+    return out.transpose(1, 2, 0, 3, 4).reshape(q.shape)
+
+
+def _chunk_of_a_head(
+    call: LayerCall, layout: CacheLayout, context: AttentionContext, together: bool
+) -> Callable[[str, str, tuple], jax.Array]:
+    """`head(place, layer type, the head's row of `by_head`)`: a chunk's queries over what one KV head has."""
+    cache, chunk, spec = call.cache, call.at, context.spec
     # What fills a chunk up comes after all that it holds, so that none of that sees it.
-    new = chunk.start + jnp.arange(length)  # [C]: positions
+    new = chunk.start + jnp.arange(call.q.shape[1])  # [C]: positions
     entries = jnp.arange(layout.max_length)
     whole_positions = jnp.where(entries < chunk.start + chunk.size, entries, -1)
     before = ring_positions(layout, chunk.start[None])[0]
@@ -329,13 +350,13 @@ def _chunk_over_pools(call: LayerCall, layout: CacheLayout, context: AttentionCo
 
     def head(where: str, kind: str, one: tuple) -> jax.Array:
         (whole_slot, ring_slot), q, k, v, options, full = one
-        packing, spec = Packing(q_positions=new[None]), context.spec
+        packing = Packing(q_positions=new[None])
 
         def over_whole(kind: str, here: jax.Array | bool = True) -> jax.Array:
             keys, values = row_of(cache.k_whole, whole_slot), row_of(cache.v_whole, whole_slot)
             seen = packing._replace(kv_positions=jnp.where(here, whole_positions, -1)[None])
             if kind == SWITCH:
-                return routed(q, keys, values, gate, spec, per_head=options, packing=seen)[0]
+                return routed(q, keys, values, call.gate, spec, per_head=options, packing=seen)[0]
             wide = options._replace(full_heads=full[None]) if kind == HYBRID else options
             return attend(q, keys, values, spec.full if kind == FULL else spec, per_head=wide, packing=seen)
 
@@ -354,20 +375,7 @@ def _chunk_over_pools(call: LayerCall, layout: CacheLayout, context: AttentionCo
             return jax.lax.cond(in_whole, functools.partial(over_whole, FULL), over_ring)
         return over_ring() if where == "ring" else over_whole(kind)
 
-    by_head = (
-        (place.whole_slots, place.ring_slots),
-        q.reshape(1, length, kv_heads, group, size).transpose(2, 0, 1, 3, 4),  # [K, 1, C, G, D]
-        *(x.transpose(2, 0, 1, 3)[:, :, :, None] for x in (k, v)),  # [K, 1, C, 1, D]
-        jax.tree.map(lambda x: x.reshape(kv_heads, group), heads),
-        plan.full_heads,
-    )
-
-    def of_all(mode: tuple[str, str]) -> jax.Array:
-        one = functools.partial(head, *mode)
-        return jax.vmap(one)(by_head) if together else jax.lax.map(one, by_head)
-
-    out = choose(place.mode, [functools.partial(of_all, mode) for mode in layout.modes])  # [K, 1, C, G, D]
-    return out.transpose(1, 2, 0, 3, 4).reshape(q.shape)
+    return head
 
 
 def _row_of(pool: jax.Array, slot: jax.Array, row: jax.Array) -> jax.Array:

@@ -37,6 +37,11 @@ _BOUNDS = {
     **dict.fromkeys(("max_position_embeddings", "vocab_size"), (1, 2**31 - 1)),
     "hidden_size_per_layer_input": (0, 2**31 - 1),
 }  # fmt: skip
+# What layers with "global" rotary embeddings may have of their own; None: as the others.
+GLOBAL_FIELDS = (
+    "global_head_dim", "num_global_key_value_heads", "num_global_attention_heads", "global_partial_rotary_factor",
+    "global_sink_logits",
+)  # fmt: skip
 MOST_EXPERTS = 1_000_000  # in all layers together
 
 
@@ -52,8 +57,8 @@ class ModelConfig:
       rope_layers: the rotary embedding of each layer: "global" (`rope_theta`, `rope_scaling`), "local"
         (`local_rope_theta`, unscaled) or "none". It belongs to the layer's weights, so it stays as it is when a
         pattern makes the layer full or windowed. () means "global" in every layer.
-      rope_interleaved: channels 2 c and 2 c + 1 turn together (Cohere), not c and c + rotary_dim / 2.
-      partial_rotary_factor: the share of a head's channels, from the first on, that is turned (Phi-4-mini).
+      rope_interleaved: channels 2 c and 2 c + 1 rotate together (Cohere), not c and c + rotary_dim / 2.
+      partial_rotary_factor: the share of a head's channels, from the first on, that is rotated (Phi-4-mini).
       norm_type, norm_bias: root mean square, or "layer": a LayerNorm (Cohere); with a bias (StarCoder2) or without.
       norm_placement: norms before attention and MLP ("pre"), on what they give, before it is added to the residual
         stream ("post", OLMo 2), or both ("sandwich", Gemma 2). "parallel": one norm before attention and MLP, which
@@ -256,7 +261,7 @@ class ModelConfig:
                 if len(factors) != self.rotary_dim // 2 or not all(1e-3 <= factor <= 1e4 for factor in factors):
                     raise ConfigError(
                         f"rope_scaling.{name} must have {self.rotary_dim // 2} numbers above 0, at most 1e4, one for "
-                        f"each pair of channels that is turned, got {str(list(factors))[:200]}"
+                        f"each pair of channels that is rotated, got {str(list(factors))[:200]}"
                     )
 
     def _check_experts(self) -> None:
@@ -347,14 +352,7 @@ class ModelConfig:
     @property
     def heads_differ(self) -> bool:
         """Whether layers with "global" rotary embeddings have heads of another kind than the others."""
-        own = (
-            self.global_head_dim,
-            self.num_global_key_value_heads,
-            self.num_global_attention_heads,
-            self.global_partial_rotary_factor,
-            self.global_sink_logits,
-        )
-        differ = any(value is not None for value in own)
+        differ = any(getattr(self, name) is not None for name in GLOBAL_FIELDS)
         return bool(self.rope_layers) and (differ or self.attention_k_eq_v or self.num_kv_shared_layers > 0)
 
     @functools.cached_property
@@ -398,7 +396,7 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """The channels of a head that rotary embeddings turn."""
+        """The channels of a head that rotary embeddings rotate."""
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property

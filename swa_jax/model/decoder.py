@@ -13,7 +13,7 @@ from flax import nnx
 
 from pallas_kernels.math.spec import segment_positions
 from swa_jax.base.errors import ConfigError
-from swa_jax.model.attention import AttentionContext, LayerPlan, MadeKeys, Routing, kinds_of, layer_plan, model_spec
+from swa_jax.model.attention import AttentionContext, LayerData, MadeKeys, Routing, layer_data, model_spec
 from swa_jax.model.block import Block, Stream, scan_layers, stacked_layers
 from swa_jax.model.cache import CacheLayout, CachePools, KVCache, ring_entry, ring_positions
 from swa_jax.model.cached_attention import (
@@ -32,12 +32,11 @@ from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_inputs import LayerInputs
 from swa_jax.model.layer_stacks import head_groups
 from swa_jax.model.layer_types import SWITCH
-from swa_jax.model.layers import Norm, RopeTables, linear, query_scale, rope_tables
+from swa_jax.model.layers import Norm, RopeTables, drawn, linear, query_scale, rope_tables
 from swa_jax.model.lora import LoraConfig, seed_dropout, with_lora
 from swa_jax.model.loss import Teacher, TokenLoss, scaled_logits, token_loss
-from swa_jax.model.parameters import declared
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.model.remat import Remat, rematerialised
+from swa_jax.model.remat import PLAIN, TrainingPass, rematerialised
 from swa_jax.model.sharding import Partition, constrain
 
 
@@ -60,9 +59,7 @@ class Decoder(nnx.Module):
         self.lora: LoraConfig | None = None  # set by `swa_jax.model.lora.with_lora`
         dtype = jnp.dtype(dtype)  # one spelling, so that equal models hash alike and share compilations
         self.routed = routed = SWITCH in pattern.layer_types
-        embedding = declared(config)["embedding"]
-        self.embedding = nnx.Param(embedding.init(rngs.params(), embedding.shape, dtype))
-
+        self.embedding = drawn("embedding", config, dtype, rngs)
         if config.hidden_size_per_layer_input:
             self.layer_inputs = LayerInputs(config, dtype, rngs)
         self.layers = stacked_layers(config, routed, dtype, rngs)
@@ -113,47 +110,42 @@ class Decoder(nnx.Module):
         segment_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
         full_from: jax.Array | None = None,
-        plan: LayerPlan | None = None,
-        kinds: tuple[str, ...] | None = None,
-        remat: Remat = "none",
-        unroll: bool = False,
+        data: LayerData | None = None,
         partition: Partition | None = None,
-        dropout_key: jax.Array | None = None,
+        training: TrainingPass = PLAIN,
     ) -> tuple[jax.Array, Routing]:
         """The normed hidden states [B, T, d] and every layer's routing [L, B, T].
 
         Args:
-          plan, kinds: replace the pattern's layer map by data, so that a search over patterns compiles once.
-          remat: what is computed again in the backward pass rather than saved; see `rematerialised`.
-          unroll: compile every layer for itself in place of one loop over the layers. The step is faster on a TPU: what
-            is saved for the backward pass needs no copies, and weights are gathered beside the layer before. Compiling
-            takes longer, in proportion to the layers.
+          data: how each layer attends, in place of the pattern, so that a search over patterns compiles once.
           partition: the mesh that parameters and tokens lie on.
-          dropout_key: a JAX key; LoRA adapters drop inputs by it, each layer its own. None: none are dropped.
+          training: what is saved for the backward pass, and LoRA's dropout.
         """
         if 0 in tokens.shape:
             raise ValueError(f"tokens is [B, T] = {tokens.shape}: give at least one sequence of one token")
-        kinds = kinds or kinds_of(self.pattern)
-        plan = plan or self._plan(kinds)
-        context = self.context(tokens, kinds, segment_ids, positions, full_from, partition)
-        keys = None if dropout_key is None else jax.random.split(dropout_key, self.config.num_hidden_layers)
+        context = self.context(tokens, segment_ids, positions, full_from, partition)
+        remat, unroll, key = training
+        keys = None if key is None else jax.random.split(key, self.config.num_hidden_layers)
 
         def layer(stream: Stream, block: Block, scanned: tuple) -> tuple[Stream, Routing]:
-            plan, key = scanned
+            row, key = scanned
             if key is not None:
                 seed_dropout(block, key)
-            return block(stream, plan, context)
+            return block(stream, row, context)
 
-        stream, plan = self.begin(tokens, plan, partition)
-        stream, routing = self.scan(layer, stream, (plan, keys), wrap=lambda f: rematerialised(f, remat), unroll=unroll)
+        stream, data = self.begin(tokens, data, partition)
+        stream, routing = self.scan(layer, stream, (data, keys), wrap=lambda f: rematerialised(f, remat), unroll=unroll)
         return self.norm(stream.x), routing
 
-    def begin(self, tokens: jax.Array, plan: LayerPlan, partition: Partition | None = None) -> tuple[Stream, LayerPlan]:
-        """What the first layer reads of tokens [B, T], and the plan with what each layer reads of them."""
-        x = self.embed(tokens, partition)
+    def begin(
+        self, tokens: jax.Array, data: LayerData | None = None, partition: Partition | None = None
+    ) -> tuple[Stream, LayerData]:
+        """What the first layer reads of tokens [B, T], and the data of all layers (None: the pattern's), with what each
+        layer reads of them."""
+        x, data = self.embed(tokens, partition), data or layer_data(self.pattern, self.config)
         if self.config.hidden_size_per_layer_input:
-            plan = plan._replace(inputs=self.layer_inputs(tokens, x, partition))
-        return Stream.at_start(x, self.config), plan
+            data = dataclasses.replace(data, inputs=self.layer_inputs(tokens, x, partition))
+        return Stream.at_start(x, self.config), data
 
     def scan(self, layer: Callable, carry: Any, scanned: Any, **options: Any) -> tuple[Any, Any]:
         """`scan_layers` over the decoder's layers."""
@@ -230,22 +222,21 @@ class Decoder(nnx.Module):
         `partition`, here and below: the mesh on which the parameters and the cache lie.
         """
         segments = (jnp.arange(tokens.shape[1])[None] < lengths[:, None]).astype(jnp.int32)
-        kinds = kinds_of(self.pattern)
-        context = self.context(tokens, kinds, segments, partition=partition, rope_length=layouts[0].max_length)
+        context = self.context(tokens, segments, partition=partition, rope_length=layouts[0].max_length)
         context = dataclasses.replace(context, inference=True)
         ring = ring_positions(layouts[0], lengths)
 
         def attend(
-            block: Block, stream: Stream, plan: LayerPlan, pools: CachePools, place: LayerPlace
+            block: Block, stream: Stream, row: LayerData, pools: CachePools, place: LayerPlace
         ) -> tuple[jax.Array, CachePools, MadeKeys]:
             x, others = block.attention_input(stream.x), stream.read_by(block)
-            mixed, _, (k, v) = block.attention(x, plan, context, others)
+            mixed, _, (k, v) = block.attention(x, row, context, others)
             if block.attention.has_keys:
                 pools = put_prompts(k, v, pools, place, ring, partition)
             return mixed, pools, (k, v)
 
         cache = dataclasses.replace(cache, lengths=lengths)
-        stream, cache = self._through_cache(attend, tokens, cache, layouts, context.kinds, partition)
+        stream, cache = self._through_cache(attend, tokens, cache, layouts, partition)
         last = jnp.take_along_axis(stream.x, lengths[:, None, None] - 1, axis=1)[:, 0]  # [B, d]
         return self.logits(self.norm(last)), cache
 
@@ -267,7 +258,6 @@ class Decoder(nnx.Module):
         """
         context = self.context(
             tokens[:, None],
-            kinds_of(self.pattern),
             positions=cache.lengths[:, None],
             full_from=full_from,
             partition=partition,
@@ -287,7 +277,7 @@ class Decoder(nnx.Module):
             steps.append(with_visits(step, queries, pools, layout, context))
 
         attend = functools.partial(_attend_to_cache, decode_layer, context, layouts, steps)
-        stream, cache = self._through_cache(attend, tokens[:, None], cache, layouts, context.kinds, partition)
+        stream, cache = self._through_cache(attend, tokens[:, None], cache, layouts, partition)
         lengths = lengths if active is None else jnp.where(active, lengths, cache.lengths)
         return self.logits(self.norm(stream.x[:, 0])), dataclasses.replace(cache, lengths=lengths)
 
@@ -311,16 +301,12 @@ class Decoder(nnx.Module):
         chunk = Chunk(row, cache.lengths[row], count)
         positions = chunk.start + jnp.arange(tokens.shape[0], dtype=jnp.int32)
         context = self.context(
-            tokens[None],
-            kinds_of(self.pattern),
-            positions=positions[None],
-            partition=partition,
-            rope_length=layouts[0].max_length,
+            tokens[None], positions=positions[None], partition=partition, rope_length=layouts[0].max_length
         )
         alone = None if partition is None else partition.of_one_row
 
         attend = functools.partial(_attend_to_cache, extend_layer, context, layouts, [chunk] * len(layouts))
-        stream, cache = self._through_cache(attend, tokens[None], cache, layouts, context.kinds, alone)
+        stream, cache = self._through_cache(attend, tokens[None], cache, layouts, alone)
         pools = list(cache.pools)
         for i, (made, layout) in enumerate(zip(stream.made, layouts, strict=False)):
             if layout.source is not None:
@@ -334,36 +320,31 @@ class Decoder(nnx.Module):
         tokens: jax.Array,
         cache: KVCache,
         layouts: tuple[CacheLayout, ...],
-        kinds: tuple[str, ...],
         partition: Partition | None,
     ) -> tuple[Stream, KVCache]:
         """The stream behind the last layer, and the cache with the tokens [B, T] in.
 
-        `attend(block, stream, row of the plan, pools, place)` is the attention of one layer: what it gives [B, T, d],
+        `attend(block, stream, the layer's data, pools, place)` is the attention of a layer: what it gives [B, T, d],
         the pools of its group with its keys in, and those keys and values.
         """
 
         def layer(
             carry: tuple[Stream, tuple[CachePools, ...]], block: Block, scanned: tuple
         ) -> tuple[tuple[Stream, tuple[CachePools, ...]], None]:
-            (stream, pools), (plan, places) = carry, scanned
-            mixed, own, made = attend(block, stream, plan, pools[block.group], places[block.group])
+            (stream, pools), (row, places) = carry, scanned
+            mixed, own, made = attend(block, stream, row, pools[block.group], places[block.group])
             pools = tuple(own if i == block.group else other for i, other in enumerate(pools))
-            x, _ = block.after_attention(stream.x, mixed, plan, partition)
+            x, _ = block.after_attention(stream.x, mixed, row, partition)
             return (stream.behind(block, x, *made), pools), None
 
-        stream, plan = self.begin(tokens, self._plan(kinds), partition)
+        stream, data = self.begin(tokens, partition=partition)
         places = tuple(map(layer_places, layouts))
-        (stream, pools), _ = self.scan(layer, (stream, cache.pools), (plan, places))
+        (stream, pools), _ = self.scan(layer, (stream, cache.pools), (data, places))
         return stream, dataclasses.replace(cache, pools=pools)
-
-    def _plan(self, kinds: tuple[str, ...]) -> LayerPlan:
-        return layer_plan(self.pattern, self.config, kinds)
 
     def context(
         self,
         tokens: jax.Array,
-        kinds: tuple[str, ...],
         segment_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
         full_from: jax.Array | None = None,
@@ -383,7 +364,7 @@ class Decoder(nnx.Module):
             rope = jax.lax.optimization_barrier(tables)
             scale = query_scale(self.config, rope_positions)
         spec = model_spec(self.config, self.pattern)
-        return AttentionContext(spec, kinds, rope, scale, segment_ids, positions, full_from, partition=partition)
+        return AttentionContext(spec, rope, scale, segment_ids, positions, full_from, partition=partition)
 
 
 def _attend_to_cache(
@@ -393,7 +374,7 @@ def _attend_to_cache(
     at: Sequence[DecodeStep | Chunk],
     block: Block,
     stream: Stream,
-    plan: LayerPlan,
+    row: LayerData,
     pools: CachePools,
     place: LayerPlace,
 ) -> tuple[jax.Array, CachePools, MadeKeys]:
@@ -403,12 +384,12 @@ def _attend_to_cache(
       layouts, at: of each group of layers, the layout of its caches, and where the new tokens stand.
     """
     attention, x = block.attention, block.attention_input(stream.x)
-    q, k, v = attention.qkv(x, plan, context)
+    q, k, v = attention.qkv(x, row, context)
     _, gate = attention.route(x)
     call = LayerCall(
         attention.per_head(),
         *(q, k, v, stream.read_by(block), gate),
-        *(pools, place, attention.own(plan), context.full_from, at[block.group]),
+        *(pools, place, attention.full_heads(row), context.full_from, at[block.group]),
     )
     mixed, pools = attend(call, layouts[block.group], context)
     return attention.output(mixed, x), pools, (k, v)

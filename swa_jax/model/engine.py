@@ -244,9 +244,10 @@ class Engine:
         if not ready:
             return
         new, self._cache, self._sequences = _advance(
-            self._setup, self._weights, self._cache, self._sequences, drawing, jnp.int32(steps), buffer=self.steps,
+            *(self._setup, self._weights, self._cache, self._sequences, drawing, jnp.int32(steps)),
+            buffer=self.steps,
             until_one_ends=jnp.bool_(until_one_ends),
-        )  # fmt: skip
+        )
         firsts = {number: slot.first for number, slot in ready}
         drawn, active, firsts = jax.device_get((new, self._sequences.active, firsts))
         for number, slot in ready:

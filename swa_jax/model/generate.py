@@ -64,22 +64,17 @@ def generate(
 
     Raises `ConfigError`: an argument is out of its range; the sentence names it.
     """
-    batch = prepare(model, prompts, max_new_tokens, max_length=max_length, partition=partition)
-    chosen = sampling(temperature, top_k, top_p)
+    check_prompts(prompts, max_new_tokens, model.config)
     model.config.check_tokens(stop_tokens, "stop_tokens")
-    if max_length is None and len(groups := by_rope_length(model, prompts, max_new_tokens)) > 1:
-        replies: dict[int, list[int]] = {}
-        for group in groups:
-            others = generate(
-                model, [prompts[i] for i in group], max_new_tokens=max_new_tokens, temperature=temperature,
-                top_k=top_k, top_p=top_p, stop_tokens=stop_tokens, seed=seed, partition=partition,
-            )  # fmt: skip
-            replies |= zip(group, others, strict=True)
-        return [replies[i] for i in range(len(prompts))]
-    logits, cache = prefill(model, batch)
-    new, _ = decode(model, batch, logits, cache, max_new_tokens, chosen, stop_tokens=stop_tokens, seed=seed)
-    rows = np.asarray(new)[: len(prompts)]
-    return [[token for token in row if token != NOTHING] for row in rows.tolist()]
+    rules = drawing(sampling(temperature, top_k, top_p), stop_tokens, seed)
+    replies: dict[int, list[int]] = {}
+    for group in by_rope_length(model, prompts, max_new_tokens, max_length):
+        chosen = [prompts[i] for i in group]
+        batch = prepare(model, chosen, max_new_tokens, max_length=max_length, partition=partition)
+        new, _ = decode(model, batch, *prefill(model, batch), max_new_tokens, rules)
+        for i, row in zip(group, np.asarray(new).tolist(), strict=False):  # a mesh may have more rows
+            replies[i] = [token for token in row if token != NOTHING]
+    return [replies[i] for i in range(len(prompts))]
 
 
 class Batch(NamedTuple):
@@ -120,7 +115,7 @@ class DrawRules(NamedTuple):
     """How all sequences of a batch draw and what ends them; all data."""
 
     sampling: Sampling
-    stop_tokens: jax.Array  # [N] int32
+    stop_tokens: jax.Array  # [N] int32; `NOTHING` is none
     seed: jax.Array  # uint32
 
 
@@ -169,9 +164,11 @@ def prepare(
     return Batch(jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(sequence_keys(prompts)), max_length, partition)
 
 
-def by_rope_length(model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+def by_rope_length(
+    model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int, max_length: int | None = None
+) -> list[list[int]]:
     """The numbers of the prompts that may share a cache: its length decides what LongRoPE does to all of them."""
-    limit = model.config.long_rope_after
+    limit = model.config.long_rope_after if max_length is None else None  # which all share
     long = [limit is not None and round_up(len(prompt) + max_new_tokens) > limit for prompt in prompts]
     groups = [[i for i, one in enumerate(long) if one == kind] for kind in (False, True)]
     return [group for group in groups if group]
@@ -196,7 +193,10 @@ def sampling(temperature: float = 0.0, top_k: int | None = None, top_p: float | 
 
 def drawing(sampling: Sampling = GREEDY, stop_tokens: Sequence[int] = (), seed: int = 0) -> DrawRules:
     """How sequences draw and what ends them, as arrays (see `generate`)."""
-    return DrawRules(sampling, jnp.asarray(np.asarray(stop_tokens, np.int32)), jnp.uint32(seed % 2**32))
+    # Any few stop tokens are the same program: what is left of them stands for no token.
+    padded = np.full(-(-max(len(stop_tokens), 1) // 8) * 8, NOTHING, np.int32)
+    padded[: len(stop_tokens)] = stop_tokens
+    return DrawRules(sampling, jnp.asarray(padded), jnp.uint32(seed % 2**32))
 
 
 def prefill(model: Decoder, batch: Batch) -> tuple[jax.Array, KVCache]:
@@ -206,29 +206,20 @@ def prefill(model: Decoder, batch: Batch) -> tuple[jax.Array, KVCache]:
 
 
 def decode(
-    model: Decoder,
-    batch: Batch,
-    logits: jax.Array,
-    cache: KVCache,
-    max_new_tokens: int,
-    sampling: Sampling = GREEDY,
-    *,
-    stop_tokens: Sequence[int] = (),
-    seed: int = 0,
+    model: Decoder, batch: Batch, logits: jax.Array, cache: KVCache, max_new_tokens: int, rules: DrawRules | None = None
 ) -> tuple[jax.Array, KVCache]:
     """Draw up to `max_new_tokens` after a prefill: [B, max_new_tokens] int32, `NOTHING` once a sequence has ended.
 
     Runs one step fewer than the tokens it returns, as the first comes from the prefill's `logits`, and ends early when
     every sequence has. `cache` is consumed (its memory is reused); the caches afterwards are returned.
+    `rules` are those of `drawing`; None: greedy, and nothing ends a sequence.
     """
     graph, weights = nnx.split(model)
     rows = len(batch.lengths)
     zeros, limits = jnp.zeros(rows, jnp.int32), jnp.full(rows, max_new_tokens, jnp.int32)
     sequences = Sequences(zeros, zeros, jnp.ones(rows, bool), batch.keys, limits, batch.lengths)
-    new, cache = _decode(
-        GenerationSetup(graph, *batch[-2:]), weights, logits, cache, sequences, drawing(sampling, stop_tokens, seed),
-        buffer=round_up(max_new_tokens),
-    )  # fmt: skip
+    setup, rules = GenerationSetup(graph, *batch[-2:]), rules or drawing()
+    new, cache = _decode(setup, weights, logits, cache, sequences, rules, buffer=round_up(max_new_tokens))
     return new[:, :max_new_tokens], cache
 
 

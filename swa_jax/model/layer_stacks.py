@@ -6,15 +6,7 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
-from swa_jax.model.config import ROPE_KINDS, ModelConfig, RopeKind
-
-_OF_GLOBAL_LAYERS = (
-    "global_head_dim",
-    "num_global_key_value_heads",
-    "num_global_attention_heads",
-    "global_partial_rotary_factor",
-    "global_sink_logits",
-)
+from swa_jax.model.config import GLOBAL_FIELDS, ROPE_KINDS, ModelConfig, RopeKind
 
 
 class LayerStack(NamedTuple):
@@ -85,7 +77,7 @@ def _alone(config: ModelConfig, layers: tuple[int, ...]) -> ModelConfig:
         "num_attention_heads": config.query_heads[layers[0]],
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        **dict.fromkeys(_OF_GLOBAL_LAYERS),
+        **dict.fromkeys(GLOBAL_FIELDS),
         "rope_layers": config.rope_layers and tuple(config.rope_layers[layer] for layer in layers),
         "mlp_layer_types": (),
         "attention_k_eq_v": config.attention_k_eq_v and config.rope_kinds_by_layer[layers[0]] == "global",

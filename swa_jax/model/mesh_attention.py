@@ -39,46 +39,42 @@ _DIMENSIONS: dict[str, tuple[str, ...]] = {
 }
 
 
-type _Queries = tuple[jax.Array, Rotation | None]  # [B, T, H, D], and by what they are still to be rotated
+type Queries = tuple[jax.Array, Rotation | None]  # [B, T, H, D], and by what they are still to be rotated
 
 
-class _Options(NamedTuple):
-    """What is not an array."""
+class StaticOptions(NamedTuple):
+    """What of a call is not an array; see `pallas_kernels.attention` and `routed_attention`."""
 
     spec: AttentionSpec
-    inference: bool
-    implementation: Implementation | None
+    inference: bool = False
+    implementation: Implementation | None = None
 
 
 def attention_on_mesh(
-    q: jax.Array,
+    queries: Queries,
     k: jax.Array,
     v: jax.Array,
-    spec: AttentionSpec,
     per_head: PerHead,
     packing: Packing,
+    options: StaticOptions,
+    gate: jax.Array | None = None,
     *,
     partition: Partition | None,
-    gate: jax.Array | None = None,
-    rotation: Rotation | None = None,
-    inference: bool = False,
-    implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Self-attention, or with `gate` [B, T] SwiAttn's routed attention, wherever the arrays lie.
 
     Args:
-      q: [B, T, H, D]; k, v: [B, T, K, D]. Without a partition: the plain call.
+      queries: q [B, T, H, D], and the rotation that is still to be applied to it, if any.
+      k, v: [B, T, K, D].
       per_head: arrays, the sigmoid bias [H] too.
       packing: of the queries; the keys are the same tokens. A segment must be one run of its id.
-      rotation: by which the queries are still to be rotated.
-      The rest as in `pallas_kernels.attention` and `routed_attention`.
+      partition: the mesh that the arrays lie on; None: the plain call.
 
     Returns:
       out [B, T, H, D], and the disagreement of the branches [B, T] f32 (zeros without a gate).
     """
-    options = _Options(spec, inference, implementation)
     if partition is None:
-        return _attend((q, rotation), k, v, per_head, _of_both(packing), gate, options)
+        return _attend(queries, k, v, per_head, _of_both(packing), gate, options)
 
     def local(queries, k, v, per_head, packing, gate):
         out, disagreement = _on_one_device(queries, k, v, per_head, packing, gate, options, partition)
@@ -88,6 +84,7 @@ def attention_on_mesh(
 
     heads, rows = partition.spec("batch", "sequence", "heads", None), partition.spec(*_TOKENS)
     tables = partition.spec("batch", "sequence", None)
+    q, rotation = queries
     if rotation is not None and rotation.cos.shape[0] != q.shape[0]:
         rotation = jax.tree.map(lambda x: jnp.broadcast_to(x, (q.shape[0], *x.shape[1:])), rotation)
     sharded = jax.shard_map(
@@ -118,7 +115,7 @@ def _of_both(packing: Packing) -> Packing:
 
 
 def _attend(
-    queries: _Queries, k, v, per_head: PerHead, packing: Packing, gate, options: _Options, ring: Ring | None = None
+    queries: Queries, k, v, per_head: PerHead, packing: Packing, gate, options: StaticOptions, ring: Ring | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """The call on arrays that are at hand, or on keys that go round."""
     (q, rotation), (spec, inference, implementation) = queries, options
@@ -134,7 +131,7 @@ def _attend(
 
 
 def _on_one_device(
-    queries: _Queries, k, v, per_head: PerHead, packing: Packing, gate, options: _Options, partition: Partition
+    queries: Queries, k, v, per_head: PerHead, packing: Packing, gate, options: StaticOptions, partition: Partition
 ):
     """Inside shard_map: one device's queries [B, T/n, H, D] against the keys they see."""
     spec, pieces, q = options.spec, partition.size("sequence"), queries[0]
@@ -177,7 +174,7 @@ def _on_one_device(
 
 
 def _attend_behind(
-    halo, queries: _Queries, k, v, segment_ids, per_head: PerHead, options: _Options
+    halo, queries: Queries, k, v, segment_ids, per_head: PerHead, options: StaticOptions
 ) -> tuple[jax.Array, jax.Array]:
     """Windowed attention of a chunk's queries to its own keys and to those of the halo in front of them.
 

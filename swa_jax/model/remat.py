@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -13,6 +13,27 @@ from pallas_kernels.math.parts import LSE, OUT
 
 Remat = Literal["none", "layer", "projections", "attention", "offload"]
 LAYER_INPUT = "layer_input"
+
+
+class TrainingPass(NamedTuple):
+    """How a forward pass that is differentiated is computed.
+
+    Attributes:
+      remat: what the backward pass computes again rather than finding it saved; see `rematerialised`.
+      unroll: compile every layer for itself in place of one loop over the layers. The step is faster on a TPU: what is
+        saved for the backward pass needs no copies, and weights are gathered beside the layer before. Compiling takes
+        longer, in proportion to the layers.
+      dropout_key: a JAX key; LoRA adapters drop inputs by it, each layer its own. None: none are dropped.
+    """
+
+    remat: Remat = "none"
+    unroll: bool = False
+    dropout_key: jax.Array | None = None
+
+
+PLAIN = TrainingPass()
+
+
 _POLICIES = jax.checkpoint_policies
 
 

@@ -207,15 +207,14 @@ def _sizes(partition: Partition, dimension: str) -> str:
 
 def check_model(config: ModelConfig, partition: Partition) -> None:
     """Heads must be split whole, and every parameter must divide; `ConfigError` names the count and the axis."""
-    counts = [
-        ("heads", config.num_attention_heads, "num_attention_heads"),
-        ("kv_heads", config.num_key_value_heads, "num_key_value_heads"),
-    ]
-    for dimension, name in (("heads", "num_global_attention_heads"), ("kv_heads", "num_global_key_value_heads")):
-        if (count := getattr(config, name)) is not None:
-            counts.append((dimension, count, name))
-    for dimension, count, name in counts:
-        if count % partition.size(dimension):
+    for dimension, name in (
+        ("heads", "num_attention_heads"),
+        ("kv_heads", "num_key_value_heads"),
+        ("heads", "num_global_attention_heads"),
+        ("kv_heads", "num_global_key_value_heads"),
+    ):
+        count = getattr(config, name)
+        if count is not None and count % partition.size(dimension):
             raise ConfigError(
                 f"{name} is {count}, which 'mesh.tensor' = {partition.size(dimension)} does not divide: heads are "
                 "split whole, so make it a divisor"

@@ -17,7 +17,7 @@ from flax import nnx
 
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import AnswerScores, answer_batches, score_batch
-from swa_jax.model.attention import layer_plan
+from swa_jax.model.attention import layer_data
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import HYBRID
 from swa_jax.model.pattern import AttentionPattern
@@ -89,10 +89,10 @@ class MaskEvaluator:
     def answers(self, full: np.ndarray) -> AnswerScores:
         """The scores of every single example under a mask. They are not written to the file."""
         heads = tuple(tuple(np.flatnonzero(row).tolist()) for row in full)
-        plan = layer_plan(dataclasses.replace(self._pattern, full_kv_heads=heads), self._config, (HYBRID,))
+        data = layer_data(dataclasses.replace(self._pattern, full_kv_heads=heads), self._config, (HYBRID,))
         nll, right = np.empty(self.num_examples), np.empty(self.num_examples, bool)
         for index, batch in self._batches:
-            mean, found = score_batch(self._graph, self._weights, batch, plan, (HYBRID,))
+            mean, found = score_batch(self._graph, self._weights, batch, data)
             nll[index] = np.asarray(mean, np.float64)[: len(index)]
             right[index] = np.asarray(found)[: len(index)]
         return AnswerScores(nll, right)

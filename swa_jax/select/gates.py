@@ -26,7 +26,7 @@ from flax import nnx
 
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import AnswerBatch, answer_batches, answer_loss
-from swa_jax.model.attention import layer_plan, own_or
+from swa_jax.model.attention import layer_data, own_or
 from swa_jax.model.block import Block, Stream
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL, WINDOW
@@ -114,29 +114,29 @@ def gated_loss(
       partition: the mesh that weights and examples lie on.
     """
     config = model.config
-    plan = layer_plan(AttentionPattern((FULL,) * config.num_hidden_layers), config, (FULL,))
-    context = model.context(batch.tokens, (FULL,), batch.segment_ids, full_from=batch.full_from, partition=partition)
+    data = layer_data(AttentionPattern((FULL,) * config.num_hidden_layers), config, (FULL,))
+    context = model.context(batch.tokens, batch.segment_ids, full_from=batch.full_from, partition=partition)
 
     def layer(stream: Stream, block: Block, scanned: tuple) -> tuple[Stream, None]:
         row, open_, whole = scanned
         read = block.attention_input(stream.x)
         q, *made = block.attention.qkv(read, row, context)
         k, v = own_or(stream.read_by(block), *made)
-        attend = functools.partial(attention_on_mesh, q, k, v, partition=partition)
-        heads, packing = block.attention.per_head(), context.packing
+        attend = functools.partial(attention_on_mesh, (q, None), k, v, partition=partition)
+        heads, packing, static = block.attention.per_head(), context.packing, context.static
 
         def full() -> jax.Array:
-            return attend(context.spec.full, heads, packing._replace(full_from=None))[0]
+            return attend(heads, packing._replace(full_from=None), static._replace(spec=static.spec.full))[0]
 
-        windowed = attend(context.spec, heads, packing)[0]
+        windowed = attend(heads, packing, static)[0]
         other = full() if whole is None else jax.lax.cond(whole, full, lambda: jax.lax.stop_gradient(full()))
         open_ = jnp.repeat(open_[: k.shape[2]], q.shape[2] // k.shape[2])[:, None].astype(q.dtype)  # [H, 1]
         mixed = windowed + open_ * (other - windowed)
         x, _ = block.after_attention(stream.x, block.attention.output(mixed, read), row, partition)
         return stream.behind(block, x, *made), None
 
-    stream, plan = model.begin(batch.tokens, plan, partition)
-    stream, _ = model.scan(layer, stream, (plan, gates, through), wrap=jax.checkpoint)
+    stream, data = model.begin(batch.tokens, data, partition)
+    stream, _ = model.scan(layer, stream, (data, gates, through), wrap=jax.checkpoint)
     hidden = jnp.take_along_axis(model.norm(stream.x), batch.queries[:, :, None], axis=1)  # [B, A, d]
     return answer_loss(model, hidden, batch)[0]
 

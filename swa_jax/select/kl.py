@@ -19,7 +19,7 @@ from flax import nnx
 
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import AnswerBatch, answer_batches
-from swa_jax.model.attention import LayerPlan, layer_plan
+from swa_jax.model.attention import LayerData, layer_data
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import HYBRID
 from swa_jax.model.pattern import AttentionPattern
@@ -52,10 +52,10 @@ def kl_scores(
     pattern = AttentionPattern(kinds * layers, **window.fields)
     graph, weights = nnx.split(model.with_pattern(pattern))
 
-    def plan_of(full: np.ndarray) -> LayerPlan:
+    def data_of(full: np.ndarray) -> LayerData:
         shapes = zip(full, config.head_shapes, strict=True)
         rows = tuple(tuple(np.flatnonzero(row[:count]).tolist()) for row, (count, _) in shapes)
-        return layer_plan(dataclasses.replace(pattern, full_kv_heads=rows), config, kinds)
+        return layer_data(dataclasses.replace(pattern, full_kv_heads=rows), config, kinds)
 
     masks = []
     for turned in np.ndindex(layers) if whole_layers else np.ndindex(layers, heads):
@@ -65,9 +65,9 @@ def kl_scores(
     batches = list(answer_batches(examples, batch_size, pattern.full_attention_decode))
     sums, done = np.zeros(len(masks)), 0
     for index, batch in batches:
-        everything = _features(graph, weights, batch, plan_of(np.ones((layers, heads), bool)), kinds)
+        everything = _features(graph, weights, batch, data_of(np.ones((layers, heads), bool)))
         for i, full in enumerate(masks):
-            kl = _kl(graph, weights, batch, plan_of(full), kinds, everything)
+            kl = _kl(graph, weights, batch, data_of(full), everything)
             sums[i] += np.asarray(kl, np.float64)[: len(index)].sum()
             done += 1
             if progress:
@@ -76,22 +76,20 @@ def kl_scores(
     return np.broadcast_to(scores, (layers, heads)).copy()
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "kinds"))
-def _features(graph: Any, weights: nnx.State, batch: AnswerBatch, plan: LayerPlan, kinds: tuple[str, ...]) -> jax.Array:
+@functools.partial(jax.jit, static_argnames="graph")
+def _features(graph: Any, weights: nnx.State, batch: AnswerBatch, data: LayerData) -> jax.Array:
     """The hidden states that predict the answers' tokens: [B, A, d]."""
     hidden, _ = nnx.merge(graph, weights).features(
-        batch.tokens, segment_ids=batch.segment_ids, full_from=batch.full_from, plan=plan, kinds=kinds
+        batch.tokens, segment_ids=batch.segment_ids, full_from=batch.full_from, data=data
     )
     return jnp.take_along_axis(hidden, batch.queries[:, :, None], axis=1)
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "kinds"))
-def _kl(
-    graph: Any, weights: nnx.State, batch: AnswerBatch, plan: LayerPlan, kinds: tuple[str, ...], everything: jax.Array
-) -> jax.Array:
+@functools.partial(jax.jit, static_argnames="graph")
+def _kl(graph: Any, weights: nnx.State, batch: AnswerBatch, data: LayerData, everything: jax.Array) -> jax.Array:
     """The mean KL of each example's answer tokens to what `everything` [B, A, d] predicts: [B] f32."""
     model: Decoder = nnx.merge(graph, weights)
-    hidden = _features(graph, weights, batch, plan, kinds)
+    hidden = _features(graph, weights, batch, data)
     full, other = (jax.nn.log_softmax(model.logits(x)) for x in (everything, hidden))  # [B, A, V]
     kl = (jnp.exp(full) * (full - other)).sum(-1)
     return (kl * batch.weights).sum(1) / batch.weights.sum(1)

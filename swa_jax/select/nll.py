@@ -24,7 +24,7 @@ from swa_jax.base.errors import ConfigError
 from swa_jax.base.estimates import Estimate, bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import AnswerBatch, answer_batches, check_examples
-from swa_jax.model.attention import LayerPlan, layer_plan
+from swa_jax.model.attention import LayerData, layer_data
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_stacks import are_alike
 from swa_jax.model.pattern import AttentionPattern
@@ -293,7 +293,7 @@ class LayerScorer:
         def progress(results: int) -> None:
             report(results * share)
 
-        arguments = (self._graph, self._weights, batch, self._plan(base), toggled)
+        arguments = (self._graph, self._weights, batch, self._data(base), toggled)
         if self._at_once and toggled:
             nll = toggles.reuse(*arguments, toggles_at_once=self._at_once, partition=self._partition, progress=progress)
         else:
@@ -306,8 +306,8 @@ class LayerScorer:
     def _pattern(self, full_layers: Sequence[int]) -> AttentionPattern:
         return AttentionPattern.from_full_layers(full_layers, self.layers, **self.window.fields)
 
-    def _plan(self, full_layers: Sequence[int]) -> LayerPlan:
-        return layer_plan(self._pattern(full_layers), self._config, toggles.KINDS)
+    def _data(self, full_layers: Sequence[int]) -> LayerData:
+        return layer_data(self._pattern(full_layers), self._config, toggles.KINDS)
 
 
 def _key(full_layers: Sequence[int], example: int) -> str:

@@ -32,7 +32,7 @@ from pallas_kernels import attention
 from swa_jax.base.errors import ConfigError
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import AnswerBatch, answer_batches
-from swa_jax.model.attention import AttentionContext, LayerPlan, layer_plan, model_slopes, model_spec, own_or
+from swa_jax.model.attention import AttentionContext, LayerData, layer_data, model_slopes, model_spec, own_or
 from swa_jax.model.block import Block, Stream
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
@@ -235,15 +235,15 @@ def layer_statistics(
     tokens, segment_ids [B, T]: as in `AnswerBatch`, one right-padded text a row.
     """
     model: Decoder = nnx.merge(graph, weights)
-    (plan, context), lengths = _full_attention(model, segment_ids), segment_ids.sum(1)
+    (data, context), lengths = _full_attention(model, segment_ids), segment_ids.sum(1)
 
-    def layer(stream: Stream, block: Block, row: LayerPlan) -> tuple[Stream, jax.Array]:
+    def layer(stream: Stream, block: Block, row: LayerData) -> tuple[Stream, jax.Array]:
         out, (q, k, _) = _full_layer(block, stream, 0.0, row, context)
         function, setting = statistic
         measure = STATISTICS[function] if isinstance(function, str) else function
         return out, measure(Heads(q, k, lengths, context.spec, model_slopes(model.config)), setting)
 
-    return model.scan(layer, *model.begin(tokens, plan))[1]
+    return model.scan(layer, *model.begin(tokens, data))[1]
 
 
 def _razor(graph: Any, weights: nnx.State, examples: Sequence[Example], vocab_size: int, seed: int) -> np.ndarray:
@@ -269,9 +269,9 @@ def fisher_masses(graph: Any, weights: nnx.State, batch: AnswerBatch, window: in
     model: Decoder = nnx.merge(graph, weights)
     assert isinstance(model.layers, Block)  # all layers are alike
     layer_graph, layers = nnx.split(model.layers)
-    (plan, context), lengths = _full_attention(model, batch.segment_ids), batch.segment_ids.sum(1)
+    (data, context), lengths = _full_attention(model, batch.segment_ids), batch.segment_ids.sum(1)
 
-    def forward(x: jax.Array, scanned: tuple[nnx.State, LayerPlan]) -> tuple[jax.Array, jax.Array]:
+    def forward(x: jax.Array, scanned: tuple[nnx.State, LayerData]) -> tuple[jax.Array, jax.Array]:
         layer_weights, row = scanned
         return _full_layer(nnx.merge(layer_graph, layer_weights), Stream(x), 0.0, row, context)[0].x, x
 
@@ -280,7 +280,7 @@ def fisher_masses(graph: Any, weights: nnx.State, batch: AnswerBatch, window: in
         nll = model.token_loss(hidden, batch.labels, batch.weights).nll
         return (nll.sum(1) / batch.weights.sum(1)).sum()  # examples do not meet: each has its own gradient
 
-    def backward(dx: jax.Array, scanned: tuple[nnx.State, LayerPlan, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def backward(dx: jax.Array, scanned: tuple[nnx.State, LayerData, jax.Array]) -> tuple[jax.Array, jax.Array]:
         layer_weights, row, x = scanned
         block = nnx.merge(layer_graph, layer_weights)
         config = model.config
@@ -301,30 +301,30 @@ def fisher_masses(graph: Any, weights: nnx.State, batch: AnswerBatch, window: in
         heads = Heads(q, k, lengths, context.spec, model_slopes(config))
         return dx, sum_over_rows(masses, heads, d_mixed)
 
-    x, inputs = jax.lax.scan(forward, model.embed(batch.tokens), (layers, plan))
-    return jax.lax.scan(backward, jax.grad(loss)(x), (layers, plan, inputs), reverse=True)[1]
+    x, inputs = jax.lax.scan(forward, model.embed(batch.tokens), (layers, data))
+    return jax.lax.scan(backward, jax.grad(loss)(x), (layers, data, inputs), reverse=True)[1]
 
 
 def _full_layer(
-    block: Block, stream: Stream, probe: jax.Array | float, plan: LayerPlan, context: AttentionContext
+    block: Block, stream: Stream, probe: jax.Array | float, row: LayerData, context: AttentionContext
 ) -> tuple[Stream, tuple[jax.Array, jax.Array, jax.Array]]:
     """One layer under full attention, `probe` [B, T, H, D] being added to what its heads say; also its q, k, v."""
     read = block.attention_input(stream.x)
-    q, *made = block.attention.qkv(read, plan, context)
+    q, *made = block.attention.qkv(read, row, context)
     k, v = own_or(stream.read_by(block), *made)
     mixed = attention(q, k, v, context.spec, q_segment_ids=context.segment_ids, **block.attention.per_head()._asdict())
     assert isinstance(mixed, jax.Array)
-    x, _ = block.after_attention(stream.x, block.attention.output(mixed + probe, read), plan)
+    x, _ = block.after_attention(stream.x, block.attention.output(mixed + probe, read), row)
     return stream.behind(block, x, *made), (q, k, v)
 
 
-def _full_attention(model: Decoder, segment_ids: jax.Array) -> tuple[LayerPlan, AttentionContext]:
-    """The plan and the context of full attention in every layer, whatever the model's own pattern says."""
+def _full_attention(model: Decoder, segment_ids: jax.Array) -> tuple[LayerData, AttentionContext]:
+    """The layers' data and the context of full attention in every layer, whatever the model's own pattern says."""
     pattern = AttentionPattern((FULL,) * model.config.num_hidden_layers)
     length, rope, scale = segment_ids.shape[1], {}, None
     if model.config.uses_rope:
         positions = jnp.arange(length)[None]
         rope, scale = rope_tables(model.config, positions, length), query_scale(model.config, positions)
     spec = model_spec(model.config, pattern)
-    context = AttentionContext(spec, (FULL,), rope, scale, segment_ids)
-    return layer_plan(pattern, model.config, (FULL,)), context
+    context = AttentionContext(spec, rope, scale, segment_ids)
+    return layer_data(pattern, model.config), context

@@ -8,6 +8,7 @@ its own layer. With every one of L layers toggled that is L (L + 3) / 2 layer ev
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from flax import nnx
 from jax import lax
 
 from swa_jax.evaluate.nll import AnswerBatch, answer_loss, score_batch
-from swa_jax.model.attention import LayerPlan
+from swa_jax.model.attention import LayerData
 from swa_jax.model.block import Stream
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL, WINDOW
@@ -32,7 +33,7 @@ def passes(
     graph: Any,
     weights: nnx.State,
     batch: AnswerBatch,
-    plan: LayerPlan,
+    data: LayerData,
     toggles: Sequence[int],
     *,
     partition: Partition | None = None,
@@ -42,14 +43,14 @@ def passes(
 
     Args:
       graph, weights: of a decoder whose pattern has the window and the sink tokens.
-      plan: which layers are full and which windowed, by `KINDS`.
+      data: which layers are full and which windowed, by `KINDS`.
       toggles: windowed layers, in ascending order.
       progress: called with how many of the 1 + toggles results are new.
     """
     nll = []
     for toggle in (None, *toggles):
-        kind = plan.kind if toggle is None else plan.kind.at[toggle].set(KINDS.index(FULL))
-        mean, _ = score_batch(graph, weights, batch, plan._replace(kind=kind), KINDS, partition)
+        kind = data.kind if toggle is None else data.kind.at[toggle].set(KINDS.index(FULL))
+        mean, _ = score_batch(graph, weights, batch, dataclasses.replace(data, kind=kind), partition)
         nll.append(np.asarray(mean, np.float64))
         progress(1)
     return np.stack(nll)
@@ -59,7 +60,7 @@ def reuse(
     graph: Any,
     weights: nnx.State,
     batch: AnswerBatch,
-    plan: LayerPlan,
+    data: LayerData,
     toggles: Sequence[int],
     *,
     toggles_at_once: int = 1,
@@ -67,7 +68,7 @@ def reuse(
     progress: Callable[[int], None] = lambda _: None,
 ) -> np.ndarray:
     """As `passes`; `toggles_at_once` streams go through the layers as one batch of that many times the rows."""
-    layers = len(plan.kind)
+    layers = len(data.kind)
     size = min(toggles_at_once, max(1, len(toggles)))
     groups = [list(toggles[i : i + size]) for i in range(0, len(toggles), size)] or [[]]
     x, at, nll = _embed(graph, weights, batch.tokens, partition), 0, []
@@ -75,7 +76,7 @@ def reuse(
         # The base stream leaves a group above its last layer, and the last group at the top, where it is scored.
         stop = layers if number == len(groups) - 1 else group[-1] + 1
         padded = np.array(group + [layers] * (size - len(group)), np.int32)
-        x, scored = _group(graph, weights, batch, x, plan, at, stop, padded, partition)
+        x, scored = _group(graph, weights, batch, x, data, at, stop, padded, partition)
         at, base = stop, np.asarray(scored[0], np.float64)
         nll += list(np.asarray(scored[1 : 1 + len(group)], np.float64))
         progress(len(group))
@@ -94,7 +95,7 @@ def _group(
     weights: nnx.State,
     batch: AnswerBatch,
     x: jax.Array,
-    plan: LayerPlan,
+    data: LayerData,
     first: jax.Array,
     stop: jax.Array,
     toggles: jax.Array,
@@ -114,12 +115,11 @@ def _group(
     """
     model: Decoder = nnx.merge(graph, weights)
     block_graph, stacked = nnx.split(model.layers)
-    layers, size, (rows, length, width) = len(plan.kind), len(toggles), x.shape
+    layers, size, (rows, length, width) = len(data.kind), len(toggles), x.shape
     # One stream at a time below `stop`, where they start one after the other; all together above it.
     one, all_of_them = (
         model.context(
             jnp.repeat(batch.tokens, times, axis=0),
-            KINDS,
             jnp.repeat(batch.segment_ids, times, axis=0),
             full_from=jnp.repeat(batch.full_from, times, axis=0),
             partition=partition,
@@ -129,8 +129,8 @@ def _group(
 
     def layer(x: jax.Array, index: jax.Array, kind: jax.Array | int, context: Any = one) -> jax.Array:
         take_own = lambda w: lax.dynamic_index_in_dim(w, index, keepdims=False)  # noqa: E731
-        own, row = jax.tree.map(take_own, (stacked, plan))
-        return nnx.merge(block_graph, own)(Stream(x), row._replace(kind=jnp.asarray(kind)), context)[0].x
+        own, row = jax.tree.map(take_own, (stacked, data))
+        return nnx.merge(block_graph, own)(Stream(x), dataclasses.replace(row, kind=jnp.asarray(kind)), context)[0].x
 
     put = functools.partial(_put, partition)
 
@@ -142,13 +142,13 @@ def _group(
             lambda s: s,
             streams,
         )
-        step = lambda slot, s: put(s, slot, layer(_take(s, slot), index, plan.kind[index]))  # noqa: E731
+        step = lambda slot, s: put(s, slot, layer(_take(s, slot), index, data.kind[index]))  # noqa: E731
         return lax.fori_loop(0, started + 1, step, streams)
 
     streams = put(jnp.zeros((rows, 1 + size, length, width), x.dtype), 0, x)  # the base in slot 0
     streams = lax.fori_loop(first, stop, climb, streams)
     base, toggled = streams[:, 0], streams[:, 1:].reshape(rows * size, length, width)
-    toggled = lax.fori_loop(stop, layers, lambda index, x: layer(x, index, plan.kind[index], all_of_them), toggled)
+    toggled = lax.fori_loop(stop, layers, lambda index, x: layer(x, index, data.kind[index], all_of_them), toggled)
 
     score = functools.partial(_nll, model, batch)
     by_stream = jnp.moveaxis(toggled.reshape(rows, size, length, width), 1, 0)

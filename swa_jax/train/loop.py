@@ -14,7 +14,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,17 +57,28 @@ logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainingRun:
-    """A run but for its state: what its steps are made of."""
+class CheckedRun:
+    """What a run is made of, but for its model and what trains it."""
 
     config: TrainConfig
-    folder: Path
     tokenizer: Tokenizer
     partition: Partition | None
-    model: Decoder  # at step 0
+    model_config: ModelConfig
+    pattern: AttentionPattern
     patterns: list[list[AttentionPattern]]  # by stage: those that its steps take in turn
-    optimizer: optax.GradientTransformation
     batches: dict[int, Batches]  # by stage: of those that are still to come
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.output)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingRun(CheckedRun):
+    """A run but for its state."""
+
+    model: Decoder  # at step 0
+    optimizer: optax.GradientTransformation
 
 
 def train(config: TrainConfig, *, quiet: bool = False) -> Path:
@@ -297,17 +308,6 @@ def make_partition(config: TrainConfig, devices: int | None = None) -> Partition
     return partition
 
 
-class CheckedRun(NamedTuple):
-    """What a run is made of, but for its model and what trains it."""
-
-    tokenizer: Tokenizer
-    partition: Partition | None
-    model_config: ModelConfig
-    pattern: AttentionPattern
-    patterns: list[list[AttentionPattern]]  # by stage
-    batches: dict[int, Batches]
-
-
 def check_run(config: TrainConfig, devices: int | None = None) -> CheckedRun:
     """Everything that can be wrong is found before the model is drawn or read.
 
@@ -343,27 +343,27 @@ def check_run(config: TrainConfig, devices: int | None = None) -> CheckedRun:
     for source in (source for stage in config.stages for source in stage.data):
         check_source(source, tokenizer)  # better found now than when its stage begins
     batches = open_stages(config, tokenizer, partition if devices is None else None)
-    return CheckedRun(tokenizer, partition, model_config, pattern, patterns, batches)
+    return CheckedRun(config, tokenizer, partition, model_config, pattern, patterns, batches)
 
 
 def _prepare(config: TrainConfig) -> TrainingRun:
-    tokenizer, partition, model_config, pattern, patterns, batches = check_run(config)
+    run = check_run(config)
     if config.init_from is not None:
         model = load_model(
             config.init_from,
-            pattern,
+            run.pattern,
             dtype=config.start_dtype,
-            config=model_config,
-            partition=partition,
+            config=run.model_config,
+            partition=run.partition,
             router_seed=config.seed,
         )
         if config.lora is not None:
             model = with_lora(model, config.lora, nnx.Rngs(config.seed))
     else:
-        model = random_model(model_config, pattern, config.seed, partition)
+        model = random_model(run.model_config, run.pattern, config.seed, run.partition)
     warn_of_short_runs(config.optimizer, config.total_steps)
-    optimizer = make_optimizer(config.optimizer, config.total_steps, model_config, config.rate_factors)
-    return TrainingRun(config, Path(config.output), tokenizer, partition, model, patterns, optimizer, batches)
+    optimizer = make_optimizer(config.optimizer, config.total_steps, run.model_config, config.rate_factors)
+    return TrainingRun(**vars(run), model=model, optimizer=optimizer)
 
 
 def random_model(config: ModelConfig, pattern: AttentionPattern, seed: int, partition: Partition | None) -> Decoder:

@@ -14,6 +14,7 @@ from swa_jax.model.generate import generate, sampling
 from swa_jax.model.prefixes import Prefix, PrefixStore
 
 NEW = 10
+SLOTS, CHUNK, STEPS, BATCH = 3, WINDOW_SIZE, 4, 7  # tests of one model share its programs
 QUICK = ("every-kind", "head-hybrid", "shared-keys")
 SLOW = ("chunked", "window", "switch", "experts", "swat-every-kind", "every-kind+fa-decode")
 
@@ -27,6 +28,12 @@ def some(slow=SLOW):
 
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def alone(model, prompts, **options) -> list[list[int]]:
+    """What `generate` gives each prompt."""
+    filled = [*prompts, *[prompts[-1]] * (BATCH - len(prompts))]
+    return generate(model, filled, max_length=64, **{"max_new_tokens": NEW} | options)[: len(prompts)]
 
 
 def replies(engine: Engine, prompts, **options) -> list[list[int]]:
@@ -76,15 +83,15 @@ def test_chunks_leave_the_caches_of_one_prefill(name, chunk):
 @pytest.mark.parametrize(
     ("name", "chunk", "slots", "steps"),
     [
-        pytest.param("every-kind", 1, 2, 3),
-        *(pytest.param(*one.values, WINDOW_SIZE, 3, 4, marks=one.marks) for one in some()),
+        pytest.param("every-kind", 1, SLOTS, STEPS),
+        *(pytest.param(*one.values, CHUNK, SLOTS, STEPS, marks=one.marks) for one in some()),
         *(pytest.param(name, 2 * WINDOW_SIZE + 3, 2, 16, marks=pytest.mark.long) for name in PATTERNS),
     ],
 )
 def test_many_prompts_over_few_slots(name, chunk, slots, steps):
     model, prompts = model_of(name), random_prompts((19, 1, 40, 7, 26, 3, 19))
     engine = Engine(model, slots=slots, max_length=64, chunk=chunk, steps=steps)
-    expected = generate(model, prompts, max_new_tokens=NEW, max_length=64)
+    expected = alone(model, prompts)
     assert replies(engine, prompts, max_new_tokens=NEW) == expected
     # An engine that has worked starts from empty slots.
     assert replies(engine, prompts[::-1], max_new_tokens=NEW) == expected[::-1]
@@ -94,12 +101,12 @@ def test_samples_and_stop_tokens_are_those_of_generate():
     model, prompts = model_of("every-kind"), random_prompts((9, 14, 9, 30))
     prompts += prompts[:2]  # equal prompts draw different samples
     options = {"top_k": 5, "top_p": 0.8}
-    plain = generate(model, prompts, max_new_tokens=NEW, temperature=1.5, seed=4, **options)
+    plain = alone(model, prompts, temperature=1.5, seed=4, **options)
     assert plain[4] != plain[0]
-    engine = Engine(model, slots=2, max_length=64, chunk=8, prefixes=4)
+    engine = Engine(model, slots=SLOTS, max_length=64, chunk=CHUNK, steps=STEPS, prefixes=4)
     for stops in ((), (plain[0][3], plain[3][0])):
         common = {"max_new_tokens": NEW, "stop_tokens": stops, "seed": 4}
-        expected = generate(model, prompts, temperature=1.5, **options, **common)
+        expected = alone(model, prompts, temperature=1.5, **options, **common)
         assert replies(engine, prompts, sampling=sampling(1.5, **options), **common) == expected
     assert len(expected[3]) == 0
 
@@ -110,23 +117,22 @@ def test_a_remembered_prefix_changes_nothing(name):
     model = model_of(name)
     start, *ends = random_prompts((23, 6, 9, 2), seed=1)
     prompts = [start + ends[0], start + ends[1], start, start + ends[1], start + ends[2], ends[0]]
-    expected = generate(model, prompts, max_new_tokens=NEW, max_length=64)
-    engine = Engine(model, slots=1, max_length=64, chunk=8, prefixes=8)
+    expected = alone(model, prompts)
+    engine = Engine(model, slots=1, max_length=64, chunk=CHUNK, steps=STEPS, prefixes=8)
     assert replies(engine, prompts, max_new_tokens=NEW) == expected
     # Whole caches hold every beginning. Rings show only where two prompts parted, from the second on.
     rings = not model.pattern.full_cache_heads(2).all()
     assert engine.computed_tokens == 29 + (32 if rings else 9) + (0 if rings else 1) + 0 + 2 + 6
     # The last token of a reply is in no cache. Full-attention decode gives a reply other keys than a prompt has.
     before, turn = engine.computed_tokens, prompts[0] + expected[0] + ends[2]
-    follow = generate(model, [turn], max_new_tokens=NEW, max_length=64)
-    assert replies(engine, [turn], max_new_tokens=NEW) == follow
+    assert replies(engine, [turn], max_new_tokens=NEW) == alone(model, [turn])
     assert engine.computed_tokens - before == (12 if model.pattern.full_attention_decode else 3)
 
 
 def test_the_consumer_ends_replies():
     model, prompts = model_of("every-kind"), random_prompts((9, 14, 20, 30))
-    engine = Engine(model, slots=2, max_length=64, steps=2, prefixes=2)
-    expected = generate(model, prompts, max_new_tokens=NEW)
+    engine = Engine(model, slots=SLOTS, max_length=64, chunk=CHUNK, steps=STEPS, prefixes=2)
+    expected = alone(model, prompts)
     found: list[list[int]] = [[] for _ in prompts]
     for piece in engine.stream(prompts, max_new_tokens=NEW):
         found[piece.prompt] += piece.tokens
@@ -162,8 +168,8 @@ def test_slots_that_wait_keep_their_caches():
     """A slot whose prompt is half in is not touched by the others' decoding, rings least of all."""
     model = model_of("every-kind")
     prompts = random_prompts((3, 40, 40))
-    engine = Engine(model, slots=3, max_length=64, chunk=2 * WINDOW_SIZE, steps=4)
-    assert replies(engine, prompts, max_new_tokens=20) == generate(model, prompts, max_new_tokens=20)
+    engine = Engine(model, slots=SLOTS, max_length=64, chunk=CHUNK, steps=STEPS)
+    assert replies(engine, prompts, max_new_tokens=20) == alone(model, prompts, max_new_tokens=20)
 
 
 def test_what_a_longer_sequence_takes_over_from_its_beginning():

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from kernels.tolerances import assert_close
 from safetensors.numpy import load_file
-from tiny_models import EXPERTS, FUSED_EXPERTS, MIXED, PLAIN, SHARED_EXPERTS, SOFTMAX, logits_of, make
+from tiny_models import EXPERTS, FUSED_EXPERTS, MIXED, PLAIN, SHARED_EXPERTS, SOFTMAX, base_model, logits_of, make
 
 import swa_jax
 from swa_jax.base.errors import ConfigError
@@ -30,14 +30,12 @@ from swa_jax.train.objectives import load_balancing_loss
 GOLDEN = Path(__file__).parents[1] / "golden"
 SPARSE = sorted(file.parent.name for file in GOLDEN.glob("*/golden.safetensors") if "aux_loss" in load_file(file))
 VARIANTS = {
-    "probabilities": dataclasses.replace(EXPERTS, norm_topk_prob=False),
-    "normalised": EXPERTS,
+    "one expert of many, by probability": dataclasses.replace(
+        EXPERTS, num_experts=7, num_experts_per_tok=1, norm_topk_prob=False, hidden_act="gelu_tanh"
+    ),
     "fused, clamped, biases": FUSED_EXPERTS,
-    "biases": dataclasses.replace(EXPERTS, mlp_bias=True),
-    "one expert of many": dataclasses.replace(EXPERTS, num_experts=7, num_experts_per_tok=1),
-    "all experts": dataclasses.replace(EXPERTS, num_experts_per_tok=5),
-    "a single expert": dataclasses.replace(EXPERTS, num_experts=1, num_experts_per_tok=1),
-    "gelu": dataclasses.replace(EXPERTS, hidden_act="gelu_tanh"),
+    "all experts, biases": dataclasses.replace(EXPERTS, num_experts_per_tok=5, mlp_bias=True),
+    "a single expert": dataclasses.replace(EXPERTS, num_experts=1, num_experts_per_tok=1, mlp_bias=True),
     "sigmoids": dataclasses.replace(EXPERTS, router_scores="sigmoid", expert_multiplier=0.6),
     "sigmoids as they are": dataclasses.replace(EXPERTS, router_scores="sigmoid", norm_topk_prob=False),
     "probabilities, biased choice": dataclasses.replace(EXPERTS, router_choice_bias=True, mixture_multiplier=0.5),
@@ -49,10 +47,14 @@ VARIANTS = {
 def mixture(config: ModelConfig, seed: int = 0) -> MixtureOfExperts:
     config = dataclasses.replace(config, mlp_layer_types=())  # a layer knows its own kind alone
     module = MixtureOfExperts(config, jnp.dtype(jnp.float32), nnx.Rngs(seed))
-    keys = iter(jax.random.split(jax.random.key(seed), 20))
+    rng = np.random.default_rng(seed)
     for _, variable in nnx.to_flat_state(nnx.state(module)):  # biases too are drawn
-        variable[...] = 0.2 * jax.random.normal(next(keys), variable.shape)
+        variable[...] = jnp.asarray(0.2 * rng.standard_normal(variable.shape), jnp.float32)
     return module
+
+
+def normal(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(len(shape)).standard_normal(shape), jnp.float32)
 
 
 run = nnx.jit(lambda module, *arguments: module(*arguments))
@@ -96,7 +98,7 @@ def by_every_expert(module: MixtureOfExperts, x: jax.Array) -> jax.Array:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_mixture_is_the_weighted_sum_of_its_experts(name):
     module = mixture(VARIANTS[name])
-    x = jax.random.normal(jax.random.key(1), (2, 9, PLAIN.hidden_size))
+    x = normal(2, 9, PLAIN.hidden_size)
     graph, state = nnx.split(module)
 
     def differentiate(function):
@@ -115,7 +117,7 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts(name):
 
 def test_the_bias_chooses_experts_but_does_not_weigh_them():
     module = mixture(dataclasses.replace(SHARED_EXPERTS, expert_groups=1, expert_groups_per_tok=1))
-    x = jax.random.normal(jax.random.key(2), (1, 7, PLAIN.hidden_size))
+    x = normal(1, 7, PLAIN.hidden_size)
     module.expert_router.choice_bias[...] = jnp.array([0.0, 9.0, 0.0, 0.0, 8.0, 0.0])
     first, load = run(module, x)
     np.testing.assert_array_equal(load.chosen, [0, 7, 0, 0, 7, 0])
@@ -126,7 +128,7 @@ def test_the_bias_chooses_experts_but_does_not_weigh_them():
 def test_groups_leave_out_a_good_expert_of_a_poor_group():
     module = mixture(dataclasses.replace(SHARED_EXPERTS, expert_groups_per_tok=1))
     module.expert_router.choice_bias[...] = jnp.array([9.0, 0.0, 6.0, 6.0, 5.0, 0.0])
-    x = jax.random.normal(jax.random.key(2), (1, 7, PLAIN.hidden_size))
+    x = normal(1, 7, PLAIN.hidden_size)
     np.testing.assert_array_equal(run(module, x)[1].chosen, [0, 0, 7, 7, 0, 0])
 
 
@@ -136,8 +138,7 @@ def test_attention_is_gated_by_what_it_reads(gate, act):
     config = dataclasses.replace(SOFTMAX, attention_gate=gate, attention_gate_act=act)
     attention = Attention(config, False, jnp.dtype(jnp.float32), nnx.Rngs(0))
     heads, size = config.num_attention_heads, config.head_dim
-    mixed = jax.random.normal(jax.random.key(0), (2, 3, heads, size))
-    x = jax.random.normal(jax.random.key(1), (2, 3, config.hidden_size))
+    mixed, x = normal(2, 3, heads, size), normal(2, 3, config.hidden_size)
     numbers = (x @ attention.g_proj.kernel[...]).reshape(2, 3, heads, -1)
     assert numbers.shape[-1] == {"head": 1, "channel": size}[gate]
     factor = {"sigmoid": 1 / (1 + jnp.exp(-numbers)), "softplus": jnp.log(1 + jnp.exp(numbers))}[act]
@@ -147,10 +148,10 @@ def test_attention_is_gated_by_what_it_reads(gate, act):
 
 def test_tokens_that_all_choose_one_expert_are_all_computed():
     """There is no capacity that a crowd could exceed."""
-    module = mixture(VARIANTS["biases"])
+    module = mixture(dataclasses.replace(EXPERTS, mlp_bias=True))
     module.expert_router.kernel[...] = 0 * module.expert_router.kernel[...]
     module.expert_router.bias[...] = jnp.array([0.0, 0.0, 9.0, 8.0, 0.0])
-    x = jax.random.normal(jax.random.key(2), (3, 11, PLAIN.hidden_size))
+    x = normal(3, 11, PLAIN.hidden_size)
     y, load = run(module, x)
     assert_close(y, nnx.jit(by_every_expert)(module, x), "float32")
     np.testing.assert_array_equal(load.chosen, [0, 0, 33, 33, 0])
@@ -158,7 +159,7 @@ def test_tokens_that_all_choose_one_expert_are_all_computed():
 
 def test_the_load_leaves_padding_out():
     module = mixture(EXPERTS)
-    x = jax.random.normal(jax.random.key(3), (2, 6, PLAIN.hidden_size))
+    x = normal(2, 6, PLAIN.hidden_size)
     counted = jnp.array([[True] * 6, [True] * 2 + [False] * 4])
     (y, load), (short, expected) = run(module, x, counted), run(module, x[1:, :2])
     first = run(module, x[:1])[1]
@@ -170,7 +171,7 @@ def test_the_load_leaves_padding_out():
 
 
 def test_padding_changes_no_other_token():
-    model = Decoder(MIXED, make("wFwF"), rngs=nnx.Rngs(0))
+    model = base_model(MIXED).with_pattern(make("wFwF"))
     tokens = np.random.default_rng(0).integers(1, MIXED.vocab_size, (2, 14))
     segments = np.array([[1] * 9 + [0] * 5, [0] * 3 + [1] * 11])
     other = np.where(segments == 0, (tokens + 7) % MIXED.vocab_size, tokens)
@@ -197,13 +198,13 @@ def test_the_load_balancing_loss_is_hugging_faces(case, tmp_path):
 
 
 def test_the_router_computes_in_f32_in_a_model_of_any_dtype():
-    model = Decoder(EXPERTS, make("FFFF"), dtype=jnp.float32, rngs=nnx.Rngs(0))
+    model = base_model(EXPERTS).with_pattern(make("FFFF"))
     cast = cast_parameters(nnx.state(model), jnp.bfloat16)
     dtypes = {".".join(map(str, path)): v.dtype for path, v in nnx.to_flat_state(cast)}
     assert {str(dtype) for name, dtype in dtypes.items() if "expert_router" in name} == {"float32"}
     assert dtypes["layers.experts.gate_proj.kernel"] == jnp.bfloat16
     module = mixture(EXPERTS)
-    x = jax.random.normal(jax.random.key(4), (1, 64, PLAIN.hidden_size)).astype(jnp.bfloat16)
+    x = normal(1, 64, PLAIN.hidden_size).astype(jnp.bfloat16)
     y, load = run(module, x)
     assert (y.dtype, load.probability.dtype) == (jnp.bfloat16, jnp.float32)
     exact = x.astype(jnp.float32)[0] @ module.expert_router.kernel[...]
@@ -223,7 +224,7 @@ def test_operations_of_experts_are_those_that_a_token_meets():
 
 def test_lora_adapts_the_gate_of_attention_but_no_shared_expert():
     config = dataclasses.replace(SHARED_EXPERTS, mlp_layer_types=())
-    model = Decoder(config, make("FFFF"), rngs=nnx.Rngs(0))
+    model = base_model(config).with_pattern(make("FFFF"))
     with pytest.raises(ConfigError, match="names 'up_proj', which a llama model does not have"):
         with_lora(model, LoraConfig(targets=("up_proj",)), nnx.Rngs(0))
     adapted = with_lora(model, LoraConfig(rank=2, targets=("g_proj",)), nnx.Rngs(0))
@@ -235,7 +236,7 @@ def test_lora_adapts_the_gate_of_attention_but_no_shared_expert():
 
 
 def test_lora_adapts_attention_but_no_experts():
-    model = Decoder(EXPERTS, make("FFFF"), rngs=nnx.Rngs(0))
+    model = base_model(EXPERTS).with_pattern(make("FFFF"))
     with pytest.raises(ConfigError, match="names 'gate_proj', which a llama model does not have"):
         with_lora(model, LoraConfig(targets=("gate_proj",)), nnx.Rngs(0))
     adapted = with_lora(model, LoraConfig(rank=2), nnx.Rngs(0))

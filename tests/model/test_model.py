@@ -17,7 +17,7 @@ from pallas_kernels.pools import attend_over_pools
 from swa_jax.base.errors import ConfigError
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import perplexity, score_answers
-from swa_jax.model.attention import kinds_of, layer_plan
+from swa_jax.model.attention import kinds_of, layer_data
 from swa_jax.model.cache import allocate, cache_bytes, cache_layouts
 from swa_jax.model.decoder import Decoder
 
@@ -103,8 +103,8 @@ def test_decoding_with_the_tpu_kernel(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["streaming", "head-hybrid"])
 def test_queries_from_full_from_on_see_everything(name):
-    tokens = random_tokens(2, 20)
-    everywhere = logits_of(model_of(name), tokens, full_from=jnp.zeros(2, jnp.int32))
+    tokens = random_tokens(len(LENGTHS), MAX_LENGTH)
+    everywhere = logits_of(model_of(name), tokens, full_from=jnp.zeros(len(LENGTHS), jnp.int32))
     np.testing.assert_allclose(everywhere, logits_of(model_of("full"), tokens), **CLOSE)
 
 
@@ -131,7 +131,7 @@ def test_patterns_differ_from_full_attention(name):
 
 
 def test_gates_are_of_both_kinds():
-    _, routing = model_of("switch").features(random_tokens(4, MAX_LENGTH))
+    _, routing = nnx.jit(lambda model, tokens: model.features(tokens))(model_of("switch"), random_tokens(4, MAX_LENGTH))
     gate = np.asarray(routing.gate)
     assert set(np.unique(gate)) == {0.0, 1.0}
     routed = np.array([True, True, False, True])
@@ -246,16 +246,15 @@ def test_positions():
 
 
 def test_routed_layers_choose_a_branch():
-    model = base_model(SOFTMAX).with_pattern(make("SSSS", num_sink_tokens=2))
-    tokens = random_tokens(2, 20)
+    model = base_model(SOFTMAX).with_pattern(make("SSSS", num_sink_tokens=3))
+    tokens = random_tokens(len(LENGTHS), MAX_LENGTH)
     outputs = {}
     for bias in (-100.0, 100.0):
         proj = nnx.clone(model).layers.attention.router.proj
         biased = nnx.clone(model)
         biased.layers.attention.router.proj.bias = nnx.Param(jnp.full_like(proj.bias[...], bias))
         outputs[bias] = logits_of(biased, tokens)
-    window = logits_of(model.with_pattern(make("wwww", num_sink_tokens=2)), tokens)
-    full = logits_of(model.with_pattern(make("FFFF", sliding_window=None)), tokens)
+    window, full = (logits_of(model_of(name), tokens) for name in ("streaming", "full"))
     np.testing.assert_allclose(outputs[-100.0], window, **CLOSE)
     np.testing.assert_allclose(outputs[100.0], full, **CLOSE)
 
@@ -291,22 +290,22 @@ def test_with_pattern_shares_the_arrays():
     assert routed[0].embedding[...] is model.embedding[...]
 
 
-def test_a_layer_plan_replaces_the_pattern():
+def test_layer_data_replaces_the_pattern():
     """One compiled function serves every pattern made of the same kinds."""
     model, tokens = model_of("streaming"), random_tokens(len(LENGTHS), MAX_LENGTH)
     kinds = kinds_of(make("Fwhw", ((), (), (0,), ())))
 
     @nnx.jit
-    def logits(model, plan):
-        return model.logits(model.features(tokens, plan=plan, kinds=kinds)[0])
+    def logits(model, data):
+        return model.logits(model.features(tokens, data=data)[0])
 
     for types, heads, name in (("wwww", (), "streaming"), ("FFFF", (), "full")):
-        actual = logits(model, layer_plan(make(types, heads), model.config, kinds))
+        actual = logits(model, layer_data(make(types, heads), model.config, kinds))
         np.testing.assert_allclose(actual, logits_of(model_of(name), tokens), **CLOSE)
     # Hybrid layers with no full head, or with all of them, are windowed and full layers.
-    actual = logits(model, layer_plan(make("hhhh"), model.config, kinds))
+    actual = logits(model, layer_data(make("hhhh"), model.config, kinds))
     np.testing.assert_allclose(actual, logits_of(model_of("streaming"), tokens), **CLOSE)
-    actual = logits(model, layer_plan(make("hFhh", ((0, 1), (), (1, 0), (0, 1))), model.config, kinds))
+    actual = logits(model, layer_data(make("hFhh", ((0, 1), (), (1, 0), (0, 1))), model.config, kinds))
     np.testing.assert_allclose(actual, logits_of(model_of("full"), tokens), **CLOSE)
 
 
@@ -443,14 +442,14 @@ def test_a_windowed_layer_does_not_pay_for_full_attention():
     kinds, tokens = kinds_of(model.pattern), random_tokens(1, 4096)
 
     @jax.jit
-    def hidden(weights, plan):
-        return nnx.merge(graph, weights).features(tokens, plan=plan, kinds=kinds)[0]
+    def hidden(weights, data):
+        return nnx.merge(graph, weights).features(tokens, data=data)[0]
 
     def seconds(types):
-        plan = layer_plan(make(types, sliding_window=64), model.config, kinds)
-        hidden(weights, plan).block_until_ready()
+        data = layer_data(make(types, sliding_window=64), model.config, kinds)
+        hidden(weights, data).block_until_ready()
         start = time.process_time()
-        hidden(weights, plan).block_until_ready()
+        hidden(weights, data).block_until_ready()
         return time.process_time() - start
 
     def faster(least):

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 import swa_jax
 from swa_jax.checkpoint.families import apply_pattern, hf_config, hf_pattern, model_config
 from swa_jax.checkpoint.hf_import import import_model
-from swa_jax.model.attention import LayerPlan, kinds_of, layer_plan
+from swa_jax.model.attention import LayerData, kinds_of, layer_data
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.layers import rope_frequencies
@@ -50,16 +50,16 @@ def load(tmp_path_factory):
 
 
 @nnx.jit
-def logits_by(model: Decoder, tokens: np.ndarray, plan: LayerPlan):
-    return model.logits(model.features(tokens, plan=plan, kinds=KINDS)[0])
+def logits_by(model: Decoder, tokens: np.ndarray, data: LayerData):
+    return model.logits(model.features(tokens, data=data)[0])
 
 
 def logits(model: Decoder, case: str, *kinds: str) -> np.ndarray:
     """With the layers of the config, or all of one kind. To a program the kinds of layers are data: one a golden."""
     window = AttentionPattern((WINDOW,) * model.config.num_hidden_layers, model.pattern.sliding_window or 8)
     pattern = dataclasses.replace(window, layer_types=kinds * window.num_layers or model.pattern.layer_types)
-    plan = layer_plan(pattern, model.config, KINDS)
-    return np.asarray(logits_by(model.with_pattern(window), golden(case)["tokens"], plan))
+    data = layer_data(pattern, model.config, KINDS)
+    return np.asarray(logits_by(model.with_pattern(window), golden(case)["tokens"], data))
 
 
 def test_the_cases_are_those_known():

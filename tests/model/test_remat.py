@@ -12,6 +12,7 @@ from kernels.tolerances import assert_close
 from tiny_models import model_of
 
 from swa_jax.bench.compile_for_chip import kernel_name, pallas_calls
+from swa_jax.model.remat import TrainingPass
 
 MODES = ("layer", "attention", "projections", "offload")
 
@@ -22,7 +23,7 @@ def gradient(name, remat, tokens, unroll=False):
 
     def loss(weights):
         hidden, _ = nnx.merge(graph, weights).features(
-            tokens, segment_ids=jnp.ones_like(tokens), remat=remat, unroll=unroll
+            tokens, segment_ids=jnp.ones_like(tokens), training=TrainingPass(remat, unroll)
         )
         return (hidden**2).mean()
 

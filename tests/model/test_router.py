@@ -86,15 +86,15 @@ def test_training_a_prompt_and_decoding_route_alike(monkeypatch):
     tokens = jnp.arange(12)[None] % 61
     layouts = cache_layouts(model.config, model.pattern, 16)
     cache = allocate(layouts, 1, jnp.dtype(jnp.bfloat16))
-    _, cache = model.prefill(tokens, jnp.array([12]), cache, layouts)
-    model.decode_step(tokens[:, 0], cache, layouts)
+    _, cache = jax.eval_shape(lambda cache: model.prefill(tokens, jnp.array([12]), cache, layouts), cache)
+    jax.eval_shape(lambda cache: model.decode_step(tokens[:, 0], cache, layouts), cache)
     settings = {"output": "", "tokenizer": "", "model": to_dict(SOFTMAX), "pattern": "switch"}
     stages = [{"steps": 1, "sequence_length": 12, "batch_size": 1}]
     config = from_dict(TrainConfig, settings | {"stages": stages, "bfloat16": True})
     trained = Decoder(SOFTMAX, make("SSSS"), rngs=nnx.Rngs(0))
     ones = jnp.ones((1, 12))
     batch = {"tokens": tokens, "segment_ids": ones.astype(jnp.int32), "weights": ones}
-    make_validation_loss(trained, config, None)(nnx.state(trained), nnx.State({}), batch)
+    jax.eval_shape(make_validation_loss(trained, config, None), nnx.state(trained), nnx.State({}), batch)
     assert len(seen) >= 3
     assert all(one == ["bfloat16", "float32", "float32", "float32", "float32"] for one in seen)
 

@@ -56,7 +56,8 @@ def test_every_mesh_computes_what_one_device_does(what):
 
 
 def run_on_eight_devices(module: str, *arguments: str) -> None:
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
     )
