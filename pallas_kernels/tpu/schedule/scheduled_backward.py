@@ -108,7 +108,7 @@ def scheduled_backward(
         dq, dbias = by_query if keys.start == 0 else jax.tree.map(jnp.zeros_like, by_query)
         of_chunk = tuple(y[:, :, keys] for y in added)
         here = x._replace(k=x.k[:, :, keys], v=x.v[:, :, keys], where=where)
-        parts.append(_sweep(call, here, heads, gradients, schedule, (*dq, *by_key, *dbias), of_chunk))
+        parts.append(_sweep(call, here, heads, gradients, schedule, (*dq, *by_key, *dbias), of_chunk, ()))
     dq, dk, dv, *dbias = zip(*parts, strict=True)
     return _sum(dq), *(jnp.concatenate(y, axis=2) for y in (dk, dv)), *map(_sum, dbias)
 
@@ -146,7 +146,7 @@ def _sweep(
     schedule: PairSchedule,
     previous,
     added,
-    listed_results=(),
+    listed_results,
 ) -> tuple[jax.Array, ...]:
     (batch, num_heads, length, head_dim), kv_block = x.q.shape, call.tiles.kv_block
     group, q_block = num_heads // x.k.shape[1], call.tiles.q_block

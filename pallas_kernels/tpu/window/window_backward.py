@@ -122,7 +122,7 @@ def _outputs(call: Call, x: TpuOperands, packed: bool, grid: "_Grid", of_sinks: 
     if call.has_bias:
         outputs.append(Block(shape_like((batch, num_heads, 1, length), jnp.float32, x.q), grid.along_lanes(1)))
     if call.spec.num_sink_tokens:
-        rows = grid.num_blocks * sink_rows(call, True) if packed else sink_rows(call)
+        rows = sink_rows(call, packed) * (grid.num_blocks if packed else 1)
         outputs += [Block(shape_like((*x.k.shape[:2], rows, head_dim), jnp.float32, x.q), of_sinks)] * 2
     return outputs
 
