@@ -49,7 +49,7 @@ def commands(
     return started
 
 
-class Group:
+class ProcessGroup:
     """Processes that end together."""
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ def run(
             for added, command in started:
                 print(shlex.join(["env", *(f"{key}={value}" for key, value in added.items()), *command]))
             return
-        group = Group()
+        group = ProcessGroup()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, group.on_signal)
         group.start(started)

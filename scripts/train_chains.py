@@ -56,7 +56,7 @@ class Place:
     seconds: float = 0.0  # of the processor, in training alone
 
 
-class Run:
+class CurriculumRun:
     """A curriculum, from where it was; `gap`: statements of the prompts that end a stage stand so many tokens apart, or
     half of a row that is short.
     """
@@ -189,7 +189,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes to the configuration")
     given = parser.parse_args(arguments)
     output = given.output or Path(f"runs/chains-{given.seed}")
-    run = Run(load_config(TrainConfig, given.config, [f"seed={given.seed}", f"output={output}", *given.overrides]))
+    run = CurriculumRun(
+        load_config(TrainConfig, given.config, [f"seed={given.seed}", f"output={output}", *given.overrides])
+    )
     done = run.train(given.minutes, given.steps)
     run.keep("model")
     print(f"{output}: " + ("done" if done else "stopped; the same command goes on"))

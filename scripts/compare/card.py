@@ -32,26 +32,26 @@ COSTLY = 0.1  # a layer or head whose window, or removal, costs so much is neede
 BATCH_TOKENS = 16_384
 
 
-class Question(NamedTuple):
+class CardQuestion(NamedTuple):
     name: str
     pattern: AttentionPattern
     removed: tuple[int, tuple[int, ...]] | None = None  # a layer and KV heads of it
 
 
-def questions(layers: int, kv_heads: int, window: int) -> Iterator[Question]:
+def questions(layers: int, kv_heads: int, window: int) -> Iterator[CardQuestion]:
     """Everything that is measured: full attention first."""
     full, every = AttentionPattern((FULL,) * layers, window), tuple(range(kv_heads))
-    yield Question("full", full)
+    yield CardQuestion("full", full)
     for layer in range(layers):
         kinds = tuple(WINDOW if i == layer else FULL for i in range(layers))
-        yield Question(f"layer {layer}", dataclasses.replace(full, layer_types=kinds))
-        yield Question(f"no layer {layer}", full, (layer, every))
+        yield CardQuestion(f"layer {layer}", dataclasses.replace(full, layer_types=kinds))
+        yield CardQuestion(f"no layer {layer}", full, (layer, every))
     for layer, head in itertools.product(range(layers), every):
         kinds = tuple(HYBRID if i == layer else FULL for i in range(layers))
         others = tuple(h for h in every if h != head)
         heads = tuple(others if i == layer else () for i in range(layers))
-        yield Question(f"head {layer}.{head}", dataclasses.replace(full, layer_types=kinds, full_kv_heads=heads))
-        yield Question(f"no head {layer}.{head}", full, (layer, (head,)))
+        yield CardQuestion(f"head {layer}.{head}", dataclasses.replace(full, layer_types=kinds, full_kv_heads=heads))
+        yield CardQuestion(f"no head {layer}.{head}", full, (layer, (head,)))
 
 
 @contextlib.contextmanager
@@ -71,7 +71,7 @@ def without(model: Decoder, removed: tuple[int, tuple[int, ...]] | None) -> Iter
         kernel[...] = whole
 
 
-def score(model: Decoder, examples: Sequence[Example], length: int, question: Question) -> dict[str, Any]:
+def score(model: Decoder, examples: Sequence[Example], length: int, question: CardQuestion) -> dict[str, Any]:
     rows = max(1, min(len(examples), BATCH_TOKENS // length))
     with without(model, question.removed):
         found = accuracy_interval(score_answers(model, examples, batch_size=rows, pattern=question.pattern).right)

@@ -46,7 +46,7 @@ class Setting(NamedTuple):
     packed: bool  # every call has segment ids, of one document a row
 
 
-class Call(NamedTuple):
+class PeerCall(NamedTuple):
     function: str
     chip: str
     settings: dict[str, Any]
@@ -56,21 +56,21 @@ class Call(NamedTuple):
         return (self.function, self.chip, dict(sorted(self.settings.items())))
 
 
-def ours(pass_: str, setting: Setting, head_dim: int, window: int | None) -> Call:
+def ours(pass_: str, setting: Setting, head_dim: int, window: int | None) -> PeerCall:
     given = {"D": head_dim, "T": 8192} | ({"packed": True} if setting.packed else {})
     if window is None:
-        return Call(f"full_{pass_}", setting.chip, given)
-    return Call(f"window_{pass_}", setting.chip, given | {"window": window})
+        return PeerCall(f"full_{pass_}", setting.chip, given)
+    return PeerCall(f"window_{pass_}", setting.chip, given | {"window": window})
 
 
-def peer(name: str, pass_: str, setting: Setting, head_dim: int, window: int | None) -> Iterator[Call]:
+def peer(name: str, pass_: str, setting: Setting, head_dim: int, window: int | None) -> Iterator[PeerCall]:
     shared = ours(pass_, setting, head_dim, window).settings | {"window": window}
     for sizes in SMALL if window is not None and window <= 512 else LARGE:
         blocks = dict(zip(("block_q", "block_kv", "block_kv_compute"), sizes, strict=True))
-        yield Call(f"{name}_{pass_}", setting.chip, shared | blocks)
+        yield PeerCall(f"{name}_{pass_}", setting.chip, shared | blocks)
 
 
-def calls(setting: Setting, shapes: Sequence[Shape], peers: Sequence[str]) -> Iterator[Call]:
+def calls(setting: Setting, shapes: Sequence[Shape], peers: Sequence[str]) -> Iterator[PeerCall]:
     for shape in shapes:
         for pass_ in PASSES:
             yield ours(pass_, setting, *shape)
@@ -96,7 +96,7 @@ def comparison(options: argparse.Namespace) -> Comparison:
     return Comparison(mark, cells, lambda done: (table(setting, options.shapes, peers, done), []))
 
 
-def work(call: Call) -> dict[str, Any]:
+def work(call: PeerCall) -> dict[str, Any]:
     try:
         check([call.function], [call.chip], call.settings)
         measured = measure(*call)
@@ -108,7 +108,7 @@ def work(call: Call) -> dict[str, Any]:
 def table(setting: Setting, shapes: Sequence[Shape], peers: Sequence[str], done: Done) -> str:
     """A row for each head_dim and window, and in brackets how many times our cycles a peer takes."""
 
-    def cycles(call: Call) -> float | None:
+    def cycles(call: PeerCall) -> float | None:
         return done.get(key_of(*call.key), {}).get("cycles")
 
     rows = []

@@ -47,7 +47,7 @@ TASKS = {f"chains-{n}": f"{n} hop{'s' if n > 1 else ''}, %" for n in HOPS}
 
 
 @dataclasses.dataclass(frozen=True)
-class Size:
+class RunSize:
     """What a run of the comparison takes."""
 
     length: int = 512
@@ -58,10 +58,10 @@ class Size:
     texts: int = 8  # rows of text that are measured
 
 
-TINY = Size(length=256, prompts=3, steps=2, rows=2, examples=4, texts=2)
+TINY = RunSize(length=256, prompts=3, steps=2, rows=2, examples=4, texts=2)
 
 
-class Row(NamedTuple):
+class PatternRow(NamedTuple):
     """A pattern, as swaa.yaml has it."""
 
     numbers: str
@@ -83,7 +83,9 @@ class Row(NamedTuple):
         return [self.numbers, str(self.window), full, str(self.sinks), "yes" if self.decode else "no"]
 
 
-TRAINED, OTHERS = ([Row(number, **row) for number, row in DECLARED[name].items()] for name in ("trained", "others"))
+TRAINED, OTHERS = (
+    [PatternRow(number, **row) for number, row in DECLARED[name].items()] for name in ("trained", "others")
+)
 ROWS = [*TRAINED, *OTHERS]
 
 
@@ -99,7 +101,7 @@ def comparison(options: argparse.Namespace) -> Comparison:
     if options.beside:
         models = {folder.name.removeprefix("compare-"): read_done(folder) for folder in options.beside}
         return Comparison("swaa beside", [], lambda _: (table_of_models(models, options.seeds), []))
-    size, out = TINY if options.tiny else Size(), options.out.resolve()
+    size, out = TINY if options.tiny else RunSize(), options.out.resolve()
     prepared = functools.cache(lambda: prepare(options.base, out, size))
     cells = [
         Cell(
@@ -112,7 +114,7 @@ def comparison(options: argparse.Namespace) -> Comparison:
     return Comparison("swaa", cells, lambda done: (table(done, options.seeds), []))
 
 
-def keys(seeds: Sequence[int]) -> Iterator[tuple[Row, str, int]]:
+def keys(seeds: Sequence[int]) -> Iterator[tuple[PatternRow, str, int]]:
     """First the models as they are, then a seed of the patterns that the paper trains, then the next."""
     yield from ((row, "none", 0) for row in ROWS)
     for data in (DATA[1:3], DATA[3:]):
@@ -123,13 +125,13 @@ def keys(seeds: Sequence[int]) -> Iterator[tuple[Row, str, int]]:
 # ---- cells ----
 
 
-def draw(tokenizer: Tokenizer, size: Size, seed: int, count: int) -> list[list[Example]]:
+def draw(tokenizer: Tokenizer, size: RunSize, seed: int, count: int) -> list[list[Example]]:
     """Prompts of each number of hops."""
     cells = [ChainCell(hops, RIVALS, size.length) for hops in HOPS]
     return [chain_examples(tokenizer, cell, num_examples=count, gap=GAP, seed=seed) for cell in cells]
 
 
-def prepare(base: str | Path, out: Path, size: Size) -> list[EvalTask]:
+def prepare(base: str | Path, out: Path, size: RunSize) -> list[EvalTask]:
     """The original as a checkpoint, and its replies as training data; what is measured on."""
     source, model, prompts = model_folder(base), out / "model", out / "prompts.jsonl"
     if not (model / "config.json").exists():
@@ -154,7 +156,7 @@ def prepare(base: str | Path, out: Path, size: Size) -> list[EvalTask]:
     return [*tasks, EvalTask("text", "plain text", "", rows, answers=False)]
 
 
-def work(row: Row, data: str, seed: int, out: Path, size: Size, prepared) -> dict[str, Any]:
+def work(row: PatternRow, data: str, seed: int, out: Path, size: RunSize, prepared) -> dict[str, Any]:
     """Train, if the cell does, and measure."""
     tasks, pattern, folder = prepared(), row.pattern(), out / "model"
     if data != "none":
@@ -185,7 +187,7 @@ def work(row: Row, data: str, seed: int, out: Path, size: Size, prepared) -> dic
 # ---- report ----
 
 
-class Column(NamedTuple):
+class Figure(NamedTuple):
     title: str
     tasks: Sequence[str]
     figure: str  # "right" or "losses"
@@ -193,34 +195,34 @@ class Column(NamedTuple):
     compared: bool  # with the difference
 
 
-OVERALL = Column("found in all, %", list(TASKS), "right", 0, True)
+OVERALL = Figure("found in all, %", list(TASKS), "right", 0, True)
 COLUMNS = (
-    *(Column(title, [task], "right", 0, False) for task, title in TASKS.items()),
+    *(Figure(title, [task], "right", 0, False) for task, title in TASKS.items()),
     OVERALL,
-    Column("answer loss", list(TASKS), "losses", 4, True),
-    Column("text loss", ["text"], "losses", 2, True),
+    Figure("answer loss", list(TASKS), "losses", 4, True),
+    Figure("text loss", ["text"], "losses", 2, True),
 )
 HEAD = ["No.", "window", "full layers", "sink tokens", "FA decode"]
 
 
-def values(done: Done, row: Row, data: str, seed: int, column: Column) -> list[float]:
+def values(done: Done, row: PatternRow, data: str, seed: int, column: Figure) -> list[float]:
     line = done.get(key_of(row.numbers, data, seed))
     return [] if line is None else [x for task in column.tasks for x in line["scores"][task][column.figure]]
 
 
-def count(done: Done, row: Row, data: str, seeds: Sequence[int]) -> int:
+def count(done: Done, row: PatternRow, data: str, seeds: Sequence[int]) -> int:
     """How many seeds are done."""
     return sum(key_of(row.numbers, data, seed) in done for seed in seeds)
 
 
-def shown(done: Done, row: Row, data: str, column: Column, seeds: Sequence[int]) -> str:
+def shown(done: Done, row: PatternRow, data: str, column: Figure, seeds: Sequence[int]) -> str:
     """The mean; a model as it is has no seeds."""
     found = [x for seed in ([0] if data == "none" else seeds) for x in values(done, row, data, seed, column)]
     scale = 100 if column.figure == "right" else 1
     return f"{scale * np.mean(found):.{column.digits}f}" if found else "-"
 
 
-def difference(done: Done, row: Row, column: Column, seeds: Sequence[int]) -> str:
+def difference(done: Done, row: PatternRow, column: Figure, seeds: Sequence[int]) -> str:
     """Replies - text over the seeds that both have, with its interval."""
     both = [[values(done, row, data, seed, column) for data in ("replies", "text")] for seed in seeds]
     pairs = [pair for replies, text in both for pair in zip(replies, text, strict=False)]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from swa_jax.bench.candidates import Candidate, Case, Runner, ours, peers
+from swa_jax.bench.candidates import BenchCase, Candidate, Runner, ours, peers
 
 # Largest difference of two results, as a share of the norm of the first, gradients included.
 AGREEMENT = {"bfloat16": 2e-2, "float16": 5e-3, "float32": 2e-3}
@@ -33,7 +33,7 @@ class Result(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    case: Case
+    case: BenchCase
     results: tuple[Result, ...]  # ours first
 
     def to_dict(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def grid(
     dtype: str,
     documents: int | None = None,
     variant: str = "plain",
-) -> Iterator[Case]:
+) -> Iterator[BenchCase]:
     """The cases; a window that is not shorter than the sequence is full attention and left out.
 
     Rows are packed with documents of so many tokens, those of decoding aside. Variants have no decoding, and routed
@@ -67,15 +67,15 @@ def grid(
                     continue
                 if window is None or window < length:
                     rows, packed = (decode_batch, None) if decode else (batch, documents)
-                    yield Case(kind, length, window, heads, kv_heads, head_dim, rows, dtype, packed, variant)
+                    yield BenchCase(kind, length, window, heads, kv_heads, head_dim, rows, dtype, packed, variant)
 
 
-def candidates(case: Case) -> list[Candidate]:
+def candidates(case: BenchCase) -> list[Candidate]:
     device = jax.default_backend()
     return [*ours(device), *peers(device, case)]
 
 
-def measure(case: Case, contestants: Sequence[Candidate], rounds: int) -> Row:
+def measure(case: BenchCase, contestants: Sequence[Candidate], rounds: int) -> Row:
     """Checks and times the candidates; ratios are to the first of them that runs."""
     runners: dict[str, Callable[[int], Any]] = {}
     missing: dict[str, str] = {}

@@ -15,7 +15,7 @@ _BRANCH = re.compile(r"\bsbr\.(?:rel|abs)\b")
 _VECTOR_UNITS = ("MXU", "XLU", "VALU", "EUP")
 
 
-class Block(NamedTuple):
+class BundleBlock(NamedTuple):
     bundles: int
     matmuls: int  # instructions that start one
     is_vector: bool  # uses a vector unit or stores vectors
@@ -42,17 +42,17 @@ def read_code(folder: Path) -> dict[str, Code]:
     return code
 
 
-def split_blocks(listing: str, utilization: str) -> list[Block]:
+def split_blocks(listing: str, utilization: str) -> list[BundleBlock]:
     """The blocks of a listing (`final_bundles.txt`), in order; the other text has a line of use counts a bundle."""
     uses = _vector_use(utilization)
-    blocks: list[Block] = []
+    blocks: list[BundleBlock] = []
     bundles = matmuls = index = 0
     is_vector = False
 
     def close() -> None:
         nonlocal bundles, matmuls, is_vector
         if bundles:
-            blocks.append(Block(bundles, matmuls, is_vector))
+            blocks.append(BundleBlock(bundles, matmuls, is_vector))
         bundles, matmuls, is_vector = 0, 0, False
 
     for line in listing.splitlines():
@@ -70,7 +70,7 @@ def split_blocks(listing: str, utilization: str) -> list[Block]:
     return blocks
 
 
-def sort_blocks(blocks: list[Block]) -> Code:
+def sort_blocks(blocks: list[BundleBlock]) -> Code:
     return Code(
         bodies=tuple(sorted((b.bundles for b in blocks if b.matmuls), reverse=True)),
         other_vector=sum(b.bundles for b in blocks if b.is_vector and not b.matmuls),

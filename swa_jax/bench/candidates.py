@@ -1,6 +1,6 @@
 """What `swa-jax bench attention` times: this library's implementations, and others where they are installed.
 
-A candidate turns a `Case` into a function of q [B, T, H, D], k and v [B, S, K, D]: the output, for the pass
+A candidate turns a `BenchCase` into a function of q [B, T, H, D], k and v [B, S, K, D]: the output, for the pass
 "forward+backward" the gradients of its weighted sum too. All of them see the same arrays.
 
 With `documents`, rows are packed as in training: our implementations are given segment ids, and so are those peers that
@@ -31,7 +31,7 @@ Runner = Callable[[], Any]  # starts the work; `Candidate.finish` waits for what
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class BenchCase:
     """One cell of the grid: causal attention over `length` tokens, `window` of them visible (None: all)."""
 
     which: str  # of PASSES
@@ -117,7 +117,7 @@ class Candidate(NamedTuple):
     """An implementation; `prepare` compiles nothing yet. What its runner returns is fetched by `to_numpy`."""
 
     name: str
-    prepare: Callable[[Case], Runner]
+    prepare: Callable[[BenchCase], Runner]
     finish: Callable[[Any], Any]  # waits for what a runner returned
     to_numpy: Callable[[Any], list[np.ndarray]]
 
@@ -128,7 +128,7 @@ def ours(device: str) -> list[Candidate]:
     return [_in_jax(name, functools.partial(_our_attention, name)) for name in names]
 
 
-def peers(device: str, case: Case) -> Iterator[Candidate]:
+def peers(device: str, case: BenchCase) -> Iterator[Candidate]:
     """Others that are installed and serve the device and the case."""
     if case.variant != "plain":
         return
@@ -149,13 +149,13 @@ def peers(device: str, case: Case) -> Iterator[Candidate]:
 def _in_jax(name: str, function: Callable) -> Candidate:
     """A candidate from `function(case, q, k, v)`."""
 
-    def prepare(case: Case) -> Runner:
+    def prepare(case: BenchCase) -> Runner:
         return Program(jax_program(case, function), case.draw())
 
     return Candidate(name, prepare, jax.block_until_ready, _jax_to_numpy)
 
 
-def jax_program(case: Case, function: Callable) -> Callable:
+def jax_program(case: BenchCase, function: Callable) -> Callable:
     """`program(q, k, v, weights)`, jitted."""
     forward = functools.partial(function, case)
 
@@ -168,7 +168,7 @@ def jax_program(case: Case, function: Callable) -> Callable:
     return jax.jit(lambda q, k, v, weights: (forward(q, k, v),))
 
 
-def _our_attention(name: str, case: Case, q, k, v):
+def _our_attention(name: str, case: BenchCase, q, k, v):
     options: dict[str, Any] = {"implementation": name}
     if case.which == "decode":
         lengths = jnp.full((case.batch,), case.length, jnp.int32)
@@ -187,7 +187,7 @@ def _our_attention(name: str, case: Case, q, k, v):
     return attention(q, k, v, case.spec, **options)
 
 
-def _jax_nn(name: str, case: Case, q, k, v):
+def _jax_nn(name: str, case: BenchCase, q, k, v):
     if case.which == "decode":
         if case.window is not None:  # the kindest reading: it is given the window alone
             k, v = k[:, -case.window :], v[:, -case.window :]
@@ -200,14 +200,14 @@ def _jax_nn(name: str, case: Case, q, k, v):
     )
 
 
-def _tokamax(case: Case, q, k, v):
+def _tokamax(case: BenchCase, q, k, v):
     import tokamax  # type: ignore[import-not-found, unused-ignore]
 
     window = None if case.window is None else (case.window - 1, 0)
     return tokamax.dot_product_attention(q, k, v, is_causal=True, local_window_size=window)
 
 
-def splash(case: Case, q, k, v, *, interpret: bool = False):
+def splash(case: BenchCase, q, k, v, *, interpret: bool = False):
     """The kernel that ships with JAX, its blocks as large as fit."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -244,7 +244,7 @@ def _has_torch_with_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def _flex_attention(case: Case) -> Runner:
+def _flex_attention(case: BenchCase) -> Runner:
     import torch  # type: ignore[import-not-found, unused-ignore]
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # type: ignore[import-not-found, unused-ignore]
 

@@ -11,7 +11,7 @@ from typing import Any
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.files import read_json, write_text
 from swa_jax.bench import tpu_kernels
-from swa_jax.bench.cycles import COUNTED, Measurement
+from swa_jax.bench.cycles import COUNTED, CycleCount
 
 # What a row can tell of a call; figures with other settings are of other calls.
 SETTINGS = ("H", "K", "T", "D", "window", "packed", "num_sink_tokens")
@@ -36,7 +36,7 @@ def check_writable(functions: Sequence[str], settings: dict[str, Any]) -> None:
             )
 
 
-def missing_figure(measurement: Measurement) -> str | None:
+def missing_figure(measurement: CycleCount) -> str | None:
     """Why a measurement makes no row, in a sentence; None where its kernels have a figure."""
     kernels = [op for op in measurement.ops if op.name in measurement.kernels]
     # Counted, and not simulated, each step of a window kernel would run the body for a document's edge.
@@ -51,7 +51,7 @@ def missing_figure(measurement: Measurement) -> str | None:
     return f"{measurement.function} on {measurement.chip} with {measurement.settings} makes no row: {why}"
 
 
-def row_of(measurement: Measurement) -> Row:
+def row_of(measurement: CycleCount) -> Row:
     """The row of a measurement that has a figure, with the command that made it."""
     name, settings, cycles = measurement.function, measurement.settings, measurement.kernel_cycles_per_1024
     assert cycles is not None
@@ -74,7 +74,7 @@ def row_of(measurement: Measurement) -> Row:
     }
 
 
-def write_row(file: Path, measurement: Measurement) -> str | None:
+def write_row(file: Path, measurement: CycleCount) -> str | None:
     """Adds a measurement to a table, in place of an earlier one of the same call; or says why it cannot."""
     if (missing := missing_figure(measurement)) is not None:
         return missing

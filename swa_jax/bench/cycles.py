@@ -38,7 +38,7 @@ class Op(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Measurement:
+class CycleCount:
     function: str
     chip: str
     settings: dict[str, Any]
@@ -123,7 +123,7 @@ def check(functions: Sequence[str], chips: Sequence[str], settings: dict[str, An
         )
 
 
-def measure(function: str, chip: str, settings: dict[str, Any]) -> Measurement:
+def measure(function: str, chip: str, settings: dict[str, Any]) -> CycleCount:
     """Compiles one function for one chip (once, or twice where the simulator does not do) and adds up its cycles."""
     with tempfile.TemporaryDirectory(prefix="swa_jax_cycles_") as folder:
         first = _compile(function, chip, settings, f"--xla_jf_dump_static_llo_profile_to={folder}")
@@ -151,7 +151,7 @@ def measure(function: str, chip: str, settings: dict[str, Any]) -> Measurement:
     notes = (f"the simulator stopped ({first.failure})",) if first.failure else ()
     kernels = tuple(op.name for op in ops if _kernel_of(op.name, program["kernels"]))
     queries = math.prod(program["queries"][:-1])
-    return Measurement(function, chip, settings, queries, ops, second.temp_bytes, notes, kernels)
+    return CycleCount(function, chip, settings, queries, ops, second.temp_bytes, notes, kernels)
 
 
 def combine(

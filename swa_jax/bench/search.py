@@ -16,7 +16,7 @@ from pallas_kernels.blocks import FIELDS, Row, preferring
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.files import read_json, write_text
 from swa_jax.bench.attention import Result, measure
-from swa_jax.bench.candidates import Candidate, Case, Program, Runner, ours
+from swa_jax.bench.candidates import BenchCase, Candidate, Program, Runner, ours
 
 # By platform and pass of a case: the kernels that it runs and that have tiles of their own.
 KERNELS = {
@@ -29,7 +29,7 @@ TRIED = {
 }
 
 
-def device_key(platform: str, case: Case) -> Row:
+def device_key(platform: str, case: BenchCase) -> Row:
     """What rows for this machine's device and the case are found by, the kernel aside."""
     if platform == "tpu":
         kind = jax.devices()[0].device_kind
@@ -49,7 +49,7 @@ def rows_to_try(platform: str, kernel: str, key: Row) -> list[Row]:
     return [{"pass": kernel} | key | dict(zip(sizes, values, strict=True)) for values in combinations]
 
 
-def search(case: Case, rounds: int) -> Iterator[tuple[Row, tuple[Result, ...]]]:
+def search(case: BenchCase, rounds: int) -> Iterator[tuple[Row, tuple[Result, ...]]]:
     """For each kernel of the case: the winning row, and the results of all, the present tiles first.
 
     Raises:
@@ -72,7 +72,7 @@ def search(case: Case, rounds: int) -> Iterator[tuple[Row, tuple[Result, ...]]]:
 def with_row(candidate: Candidate, platform: str, row: Row) -> Candidate:
     """The candidate with other tiles: they are chosen while it is traced."""
 
-    def prepare(case: Case) -> Runner:
+    def prepare(case: BenchCase) -> Runner:
         program = candidate.prepare(case)
         assert isinstance(program, Program)
         with preferring(platform, [row]):
@@ -82,13 +82,13 @@ def with_row(candidate: Candidate, platform: str, row: Row) -> Candidate:
     return candidate._replace(name=sizes, prepare=prepare)
 
 
-def compiled(candidates: Sequence[Candidate], case: Case) -> list[Candidate]:
+def compiled(candidates: Sequence[Candidate], case: BenchCase) -> list[Candidate]:
     """Those candidates of `with_row`, compiled side by side; what fails raises when it is prepared."""
 
-    def prepared(program: Program, compiling: Future, case: Case) -> Runner:
+    def prepared(program: Program, compiling: Future, case: BenchCase) -> Runner:
         return dataclasses.replace(program, function=compiling.result())
 
-    def refused(error: Exception, case: Case) -> Runner:
+    def refused(error: Exception, case: BenchCase) -> Runner:
         raise error
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -105,7 +105,7 @@ def compiled(candidates: Sequence[Candidate], case: Case) -> list[Candidate]:
     return done
 
 
-def winner(rows: Sequence[Row], results: Sequence[Result], case: Case, device: str) -> Row:
+def winner(rows: Sequence[Row], results: Sequence[Result], case: BenchCase, device: str) -> Row:
     """The row with the least median ratio, its source beside it."""
     timed = [(result.ratio, i) for i, result in enumerate(results) if result.ratio is not None]
     if not timed:

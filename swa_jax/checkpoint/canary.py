@@ -21,7 +21,7 @@ from swa_jax.base.files import write_json
 from swa_jax.checkpoint import check_server
 from swa_jax.checkpoint.folder import load_model, open_checkpoint
 from swa_jax.checkpoint.readings import GUESSED_WINDOW, Reading, readings_of
-from swa_jax.checkpoint.teacher_forced import Answers, Forward, Texts, texts_of
+from swa_jax.checkpoint.teacher_forced import Forward, Texts, TokenScores, texts_of
 from swa_jax.data.haystack import NEEDLE, draw_keys, draw_value
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
 from swa_jax.model.config import ModelConfig
@@ -268,8 +268,8 @@ def _grid(length: int, window: int) -> list[int]:
 def _as_json(
     texts: Texts,
     readings: list[Reading],
-    answers: list[Answers],
-    rounded: Answers,
+    answers: list[TokenScores],
+    rounded: TokenScores,
     pattern: AttentionPattern,
     window: int,
 ) -> dict[str, Any]:
@@ -292,7 +292,7 @@ def _as_json(
         ],
     }
 
-    def values(answer: Answers) -> dict[str, Any]:
+    def values(answer: TokenScores) -> dict[str, Any]:
         return {
             "log_probs": [_short(row[chosen]) for row, chosen in zip(answer.log_probs, places, strict=True)],
             "top": [_short(answer.top[p][q]) for p, q in prompts],
@@ -308,7 +308,7 @@ def _as_json(
     return canary
 
 
-def _differs(answer: Answers, right: Answers) -> bool:
+def _differs(answer: TokenScores, right: TokenScores) -> bool:
     """Whether a reading makes any difference: biases that are 0 can be left out."""
     return any(np.abs(a - b).max() > 1e-4 for a, b in zip(answer.log_probs, right.log_probs, strict=True))
 
@@ -317,7 +317,7 @@ def _short(row: np.ndarray) -> list[float]:
     return [round(float(x), 5) for x in row]
 
 
-def _places(texts: Texts, answers: list[Answers], window: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
+def _places(texts: Texts, answers: list[TokenScores], window: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
     """Which of the tried positions go into the file, by text, and of which (text, position) the likeliest tokens do.
 
     Those in the first half of a window, and those where readings differ most, each reading counting alike.

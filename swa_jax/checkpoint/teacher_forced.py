@@ -35,7 +35,7 @@ class Texts(NamedTuple):
     front: int = 0  # the token that a server may put in front, and pad with
 
 
-class Answers(NamedTuple):
+class TokenScores(NamedTuple):
     log_probs: list[np.ndarray]  # [Q] for each text; 0 where there is no next token
     top: list[np.ndarray]  # [Q, 5] for each text, those of the likeliest tokens, falling
 
@@ -51,7 +51,7 @@ class Forward:
         self.routed = SWITCH in kinds
         self.weights = dict(nnx.to_flat_state(nnx.state(model)))
 
-    def __call__(self, reading: Reading, texts: Texts, dtype: jax.typing.DTypeLike = jnp.float32) -> Answers:
+    def __call__(self, reading: Reading, texts: Texts, dtype: jax.typing.DTypeLike = jnp.float32) -> TokenScores:
         """What the reading answers, computed in `dtype`."""
         longest = max(map(len, texts.tokens))
         count, width = len(texts.tokens), longest + 1  # with room for a token in front
@@ -69,7 +69,7 @@ class Forward:
         data = layer_data(reading.pattern, reading.config, self.kinds)
         spec = model_spec(reading.config, reading.pattern)
         log_probs, top = _answers(graph, weights, spec, self.top, data, rope, scale, tokens, queries, targets)
-        answers = Answers(
+        answers = TokenScores(
             *(
                 [np.asarray(row)[: len(asked)] for row, asked in zip(rows, texts.queries, strict=True)]
                 for rows in (log_probs, top)

@@ -151,7 +151,7 @@ class Tuned(Options):
 
 
 @dataclasses.dataclass
-class Served(Options):
+class Serving(Options):
     """Where the result is to run, and what it may take there."""
 
     kv_budget: Annotated[
@@ -182,7 +182,7 @@ def adapt(
     measured: Measured,
     searched: Searched,
     tuned: Tuned,
-    served: Served,
+    served: Serving,
     plan: Annotated[
         bool,
         Option("--plan", help="Say what would be done and how long it may take, and stop.", rich_help_panel=RUNNING),

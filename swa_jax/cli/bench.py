@@ -34,7 +34,7 @@ from swa_jax.cli.options import (
 from swa_jax.model.window import Window
 
 if TYPE_CHECKING:
-    from swa_jax.bench.candidates import Case
+    from swa_jax.bench.candidates import BenchCase
 
 app = typer.Typer(no_args_is_help=True, help="Measure the attention kernels, and what a pattern saves.")
 
@@ -140,7 +140,7 @@ class Shapes(Options):
         ),
     ] = "plain"
 
-    def cases(self, on_cpu: bool) -> list[Case]:
+    def cases(self, on_cpu: bool) -> list[BenchCase]:
         """Raises `ConfigError` where an option is wrong, or nothing is left to time."""
         from swa_jax.bench.attention import grid
         from swa_jax.bench.candidates import PASSES
@@ -232,7 +232,7 @@ def attention(
 app.command()(expand(attention))
 
 
-def _search(case: Case, rounds: int, table: Path | None, show: bool) -> list[dict[str, Any]]:
+def _search(case: BenchCase, rounds: int, table: Path | None, show: bool) -> list[dict[str, Any]]:
     """The best tile sizes, added to the table if there is one; with `show`, printed as JSON lines."""
     import jax
 
@@ -246,7 +246,7 @@ def _search(case: Case, rounds: int, table: Path | None, show: bool) -> list[dic
     return rows
 
 
-def _compare(case: Case, rounds: int, device: str, show: bool) -> dict[str, Any]:
+def _compare(case: BenchCase, rounds: int, device: str, show: bool) -> dict[str, Any]:
     """Times of all candidates; with `show`, printed as a table."""
     from swa_jax.bench.attention import candidates, measure
     from swa_jax.report import table_console

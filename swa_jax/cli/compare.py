@@ -211,7 +211,7 @@ def compare(
         check_window(window.value.size, prompts.length)
     from swa_jax.checkpoint.folder import weights_sum
     from swa_jax.report.progress import Progress
-    from swa_jax.select.compare import Comparison
+    from swa_jax.select.compare import PatternComparison
 
     model = find_model(model)
     decoder, tokenizer = load_checkpoint(model, running.dtype)
@@ -223,7 +223,7 @@ def compare(
     note_context(decoder.config, prompts.length)
     note_whole_prompts(patterns, max(len(example.prompt) for example in scored_on))
     with Progress("patterns") as progress:
-        comparison = Comparison(
+        comparison = PatternComparison(
             decoder,
             scored_on,
             out,

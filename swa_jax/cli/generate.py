@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from swa_jax.model.decoder import Decoder
 
 
-class Drawn(NamedTuple):
+class PartialReply(NamedTuple):
     """What has come of one reply."""
 
     number: int
@@ -101,7 +101,7 @@ def generate(
     pieces = 1 if partition is None else partition.size("batch")
     slots = -(-min(slots, len(tokens)) // pieces) * pieces
 
-    def replies(skip: Sequence[int] = ()) -> Iterator[Drawn]:
+    def replies(skip: Sequence[int] = ()) -> Iterator[PartialReply]:
         return write_replies(
             decoder,
             tokenizer,
@@ -135,7 +135,7 @@ def write_replies(
     *,
     engine: dict[str, Any],
     stream: dict[str, Any],
-) -> Iterator[Drawn]:
+) -> Iterator[PartialReply]:
     """Replies to the prompts that are not in `skip`, as they come; `engine` and `stream` are options of `Engine`."""
     from swa_jax.data.reply_text import ReplyText
     from swa_jax.model.engine import Engine
@@ -161,7 +161,7 @@ def write_replies(
             elif piece.ended:
                 new += text.close()
                 ended_by = "stop" if text.stopped else "length" if counts[number] == limit else "end"
-            yield Drawn(number, new, text.text, counts[number], ended_by)
+            yield PartialReply(number, new, text.text, counts[number], ended_by)
 
 
 def _prompts(prompt: str | None, file: Path | None) -> list[Prompt]:
@@ -199,11 +199,11 @@ def _write_file(out: Path, settings: Any, samples: int, count: int, replies: Any
     typer.echo(f"{out}: {count} replies")
 
 
-def _print_in_order(replies: Iterator[Drawn]) -> None:
+def _print_in_order(replies: Iterator[PartialReply]) -> None:
     """Each reply as one JSON line, in the order of the prompts."""
     import json
 
-    ended: dict[int, Drawn] = {}
+    ended: dict[int, PartialReply] = {}
     printed = 0
     for reply in replies:
         if reply.ended_by is not None:

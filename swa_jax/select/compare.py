@@ -37,8 +37,8 @@ Row = Mapping[str, Any]
 
 
 @dataclasses.dataclass
-class Comparison:
-    """`Comparison(...)(patterns)`: the rows of these patterns, and of what methods choose by other prompts.
+class PatternComparison:
+    """`PatternComparison(...)(patterns)`: the rows of these patterns, and of what methods choose by other prompts.
 
     Attributes:
       held_out: the prompts that all patterns are scored on; draw: those that methods choose by, of a seed.

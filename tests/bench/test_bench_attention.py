@@ -17,11 +17,11 @@ from swa_jax.base.errors import ConfigError
 from swa_jax.bench import attention as timing
 from swa_jax.bench import candidates, search
 from swa_jax.bench.attention import Result, distance, grid, interleaved, measure
-from swa_jax.bench.candidates import Case, peers, splash
+from swa_jax.bench.candidates import BenchCase, peers, splash
 from swa_jax.cli.main import app
 from swa_jax.report.bench_tables import attention_table
 
-SMALL = Case("forward+backward", 128, 48, heads=4, kv_heads=2, head_dim=16, batch=1, dtype="float32")
+SMALL = BenchCase("forward+backward", 128, 48, heads=4, kv_heads=2, head_dim=16, batch=1, dtype="float32")
 SIZES = {"heads": 4, "kv_heads": 2, "head_dim": 16, "batch": 1, "decode_batch": 3, "dtype": "float32"}
 
 
@@ -88,7 +88,7 @@ def test_variants_are_calls_of_their_own(variant):
 @pytest.mark.parametrize(("window", "documents"), [(64, None), (None, None), (64, 100)])
 def test_splash_computes_the_same(window, documents):
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 128, "batch": 1, "dtype": "float32"}
-    case = Case("forward+backward", 256, window, **sizes, documents=documents)
+    case = BenchCase("forward+backward", 256, window, **sizes, documents=documents)
     interpreted = candidate("splash", functools.partial(splash, interpret=True))
     _, theirs = measure(case, [candidate("dense", exact), interpreted], rounds=1).results
     assert theirs.missing is None
@@ -96,8 +96,8 @@ def test_splash_computes_the_same(window, documents):
 
 def test_peers_follow_the_device_and_the_length(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "tokamax" else None)
-    long = Case("forward", 65536, 1024, heads=4, kv_heads=2, head_dim=16, batch=1, dtype="bfloat16")
-    step = Case("decode", 65536, 1024, heads=4, kv_heads=2, head_dim=16, batch=1, dtype="bfloat16")
+    long = BenchCase("forward", 65536, 1024, heads=4, kv_heads=2, head_dim=16, batch=1, dtype="bfloat16")
+    step = BenchCase("decode", 65536, 1024, heads=4, kv_heads=2, head_dim=16, batch=1, dtype="bfloat16")
 
     def names(device, case):
         return [peer.name for peer in peers(device, case)]

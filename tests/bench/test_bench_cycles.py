@@ -11,7 +11,7 @@ import pytest
 from swa_jax.base.chips import TARGETS
 from swa_jax.base.errors import ConfigError
 from swa_jax.bench import cycles
-from swa_jax.bench.bundles import Block, Code, read_code, sort_blocks, split_blocks
+from swa_jax.bench.bundles import BundleBlock, Code, read_code, sort_blocks, split_blocks
 from swa_jax.bench.cycles import COUNTED, SIMULATED, Op, combine, count_cycles
 from swa_jax.bench.tpu_kernels import FUNCTIONS, Executions
 from swa_jax.report.bench_tables import cycles_table
@@ -44,7 +44,7 @@ MXU, XLU, VALU, VPOP, EUP, VLOAD, VLOAD:FILL, VSTORE, VSTORE:SPILL, SALU
 0 0 3 0 0 0 0 0 0 0
 0 0 0 0 0 0 0 0 0 1
 """
-BLOCKS = [Block(2, 0, False), Block(4, 3, True), Block(1, 0, True), Block(1, 0, False)]
+BLOCKS = [BundleBlock(2, 0, False), BundleBlock(4, 3, True), BundleBlock(1, 0, True), BundleBlock(1, 0, False)]
 
 
 def profile(folder: Path, **ops: int) -> None:
@@ -68,7 +68,7 @@ def test_blocks_end_at_labels_and_branches():
 
 
 def test_code_is_sorted_by_what_decides_its_runs():
-    assert sort_blocks([*BLOCKS, Block(9, 1, True)]) == Code((9, 4), other_vector=1, scalar=3)
+    assert sort_blocks([*BLOCKS, BundleBlock(9, 1, True)]) == Code((9, 4), other_vector=1, scalar=3)
 
 
 def test_code_is_read_for_every_op(tmp_path):

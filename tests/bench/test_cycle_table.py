@@ -6,7 +6,7 @@ import pytest
 from command_line import fails, run
 
 from swa_jax.bench import cycle_table, cycles
-from swa_jax.bench.cycles import COUNTED, SIMULATED, Measurement, Op
+from swa_jax.bench.cycles import COUNTED, SIMULATED, CycleCount, Op
 from swa_jax.plan import kernel_cycles
 from swa_jax.plan.kernel_cycles import Cost, MeasuredCall, find_cost
 
@@ -18,9 +18,9 @@ OPS = (
 KERNELS = ("window_backward.2", "window_backward_ends")
 
 
-def measurement(chip="v6e", ops=OPS, **settings) -> Measurement:
+def measurement(chip="v6e", ops=OPS, **settings) -> CycleCount:
     shape = {"T": 4096, "window": 512, "packed": True} | settings
-    return Measurement("window_backward", chip, shape, 2 * 4096, ops, 0, (), KERNELS)
+    return CycleCount("window_backward", chip, shape, 2 * 4096, ops, 0, (), KERNELS)
 
 
 def test_a_row_has_the_kernels_alone_and_its_command(tmp_path):

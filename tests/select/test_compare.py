@@ -22,7 +22,7 @@ from swa_jax.evaluate.nll import score_answers
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
-from swa_jax.select.compare import Comparison, summary
+from swa_jax.select.compare import PatternComparison, summary
 from swa_jax.select.heads import head_mask, head_pattern
 from swa_jax.select.methods import METHODS, choose
 from swa_jax.select.task import Task
@@ -75,7 +75,7 @@ def test_every_method_windows_the_share_it_is_told(model, method):
 
 def test_results_are_kept_and_summed_up(model, tmp_path):
     def go(methods, seeds=(0, 1)):
-        comparison = Comparison(
+        comparison = PatternComparison(
             model,
             planted_examples(16, seed=9),
             tmp_path,
@@ -139,7 +139,7 @@ def scored(model, patterns, out, **options):
     """The rows of these patterns, and the lines of those that were scored and not found."""
     lines = []
     options = {"draw": lambda _: [], "settings": {}, "batch_size": 16} | options
-    rows = Comparison(model, planted_examples(), out, report=lines.append, **options)(patterns)
+    rows = PatternComparison(model, planted_examples(), out, report=lines.append, **options)(patterns)
     return rows, [line for line in lines if line.endswith("% found")]
 
 
@@ -221,7 +221,7 @@ def test_methods_do_not_choose_by_prompts_that_tell_nothing(model, tmp_path):
         assert len(rows) == 3
         lines = []  # where nothing is chosen it is said, and shown
         shown = {"draw": lambda _: [], "settings": {}, "report": lines.append}
-        assert len(Comparison(model, planted_examples(), tmp_path / f"{name} alone", **shown)(patterns)) == 2
+        assert len(PatternComparison(model, planted_examples(), tmp_path / f"{name} alone", **shown)(patterns)) == 2
         assert lines[-1].startswith(sentences[name])
     told, lines = scored(model, [("full", full), ("window", windows)], tmp_path / "told", **choose_by)
     assert len(told) == len(lines) == 3
@@ -283,7 +283,7 @@ def test_a_method_that_chooses_says_how_far_it_is(model, tmp_path, method):
     settings = {"window": Window(WINDOW_SIZE), "iterations": 2, "batch_size": 2}
     drawn, progress = planted_examples(4), lambda *count: counts.append(count)
     chosen = ([method], [0.5], [3])
-    comparison = Comparison(model, drawn, tmp_path, lambda _: drawn, {}, *chosen, progress=progress, **settings)
+    comparison = PatternComparison(model, drawn, tmp_path, lambda _: drawn, {}, *chosen, progress=progress, **settings)
     comparison([("full", AttentionPattern.from_recipe("full", LAYERS))])
     assert [count for count in counts if len(count) == 2] == [(1, 2), (2, 2)]
     texts = [text for done, total, text in counts[1:-1] if (done, total) == (1, 2)]
@@ -295,7 +295,7 @@ def test_a_method_that_chooses_says_how_far_it_is(model, tmp_path, method):
 
 def test_another_window_for_scoring(model, tmp_path):
     chosen = (["interleave"], [1.0], [0], Window(WINDOW_SIZE), 48)
-    rows = Comparison(model, planted_examples(8), tmp_path, lambda _: [], {}, *chosen)([])
+    rows = PatternComparison(model, planted_examples(8), tmp_path, lambda _: [], {}, *chosen)([])
     assert rows[0]["needle_accuracy"] == 1
     chosen = AttentionPattern.from_json(tmp_path / "patterns" / "interleave-1-seed-0.json")
     assert chosen.sliding_window == WINDOW_SIZE
@@ -308,7 +308,7 @@ def test_full_attention_decode(model, tmp_path):
     def go(decode):
         chosen = (["nll", "kl"], [0.75], [0], Window(WINDOW_SIZE, full_decode=decode))
         options = {"force": True, "report": lines.append}
-        rows = Comparison(model, asked, tmp_path, lambda _: asked, {}, *chosen, **options)([])
+        rows = PatternComparison(model, asked, tmp_path, lambda _: asked, {}, *chosen, **options)([])
         for row in rows:
             pattern = AttentionPattern.from_json(json.dumps(row["pattern"]))
             assert pattern.full_attention_decode == decode

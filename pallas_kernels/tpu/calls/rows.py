@@ -21,7 +21,7 @@ from pallas_kernels.tpu.tile.rotation import rotate_gradient_back, rotate_tile, 
 from pallas_kernels.tpu.tile.tiles import (
     LANES,
     NN,
-    Block,
+    Blocked,
     Call,
     LaunchGrid,
     LaunchHeads,
@@ -84,8 +84,8 @@ def gather_rows(
         functools.partial(_gather_rows_kernel, grid, call, len(tables)),
         "rows_together",
         grid=LaunchGrid(grid.shape, LaunchHeads(1), chosen[1:]),
-        inputs=[Block(chosen.rank, grid.of_ranks), *tables, *(Block(x, grid.of_chunks) for x in arrays)],
-        outputs=[Block(shape_like(x.shape, x.dtype, x), grid.of_tiles) for x in arrays],
+        inputs=[Blocked(chosen.rank, grid.of_ranks), *tables, *(Blocked(x, grid.of_chunks) for x in arrays)],
+        outputs=[Blocked(shape_like(x.shape, x.dtype, x), grid.of_tiles) for x in arrays],
     )
 
 
@@ -98,8 +98,13 @@ def add_rows(call: Call, chosen: Chosen, dq: jax.Array, rows: jax.Array, tile: i
         functools.partial(_add_rows, grid, call, len(tables)),
         "rows_added",
         grid=LaunchGrid(grid.shape, LaunchHeads(1), chosen[1:]),
-        inputs=[Block(chosen.rank, grid.of_ranks), *tables, Block(dq, grid.of_chunks), Block(rows, grid.of_tiles)],
-        outputs=[Block(shape_like(dq.shape, dq.dtype, dq), grid.of_chunks)],
+        inputs=[
+            Blocked(chosen.rank, grid.of_ranks),
+            *tables,
+            Blocked(dq, grid.of_chunks),
+            Blocked(rows, grid.of_tiles),
+        ],
+        outputs=[Blocked(shape_like(dq.shape, dq.dtype, dq), grid.of_chunks)],
     )
     return result
 
@@ -146,7 +151,7 @@ class _RowsGrid:
         self.of_tiles = spec((None, heads, tile, head_dim), lambda b, h, tile, chunk: (b, h, tile, 0))
         self.of_table = functools.partial(spec, (None, self.chunk, head_dim))
 
-    def tables(self, where: Coordinates) -> list[Block]:
+    def tables(self, where: Coordinates) -> list[Blocked]:
         """What the queries of a chunk are rotated by, if they come unrotated."""
         return table_blocks(where, lambda row: self.of_table(lambda b, h, tile, chunk: (row(b), chunk, 0)))
 

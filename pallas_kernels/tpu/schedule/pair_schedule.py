@@ -46,7 +46,7 @@ from pallas_kernels.tpu.schedule.documents import (
 )
 from pallas_kernels.tpu.schedule.row_list import RowList, list_rows
 from pallas_kernels.tpu.tile.rotation import table_blocks
-from pallas_kernels.tpu.tile.tiles import Block, Call, TpuOperands, batch_index, describe_tokens
+from pallas_kernels.tpu.tile.tiles import Blocked, Call, TpuOperands, batch_index, describe_tokens
 
 # How a pair of blocks is seen: throughout; as its tokens say; or as its distance in blocks says (default positions).
 Seen = None | Literal["tokens"] | int
@@ -453,13 +453,13 @@ def default_mask(call: Call, seen: int, queries: slice, keys: slice, relative: j
     return mask[0] if len(mask) == 1 else mask[0] & mask[1]
 
 
-def token_blocks(call: Call, schedule: PairSchedule, x: TpuOperands, located: Callable) -> list[Block]:
+def token_blocks(call: Call, schedule: PairSchedule, x: TpuOperands, located: Callable) -> list[Blocked]:
     """What a launch reads of its tokens: for the masks of a list, for documents, and to rotate queries.
 
     Args:
       located: from a block's shape and a function of batch and visit, which says where it lies, to its spec.
     """
-    tiles, blocks = call.tiles, list[Block]()
+    tiles, blocks = call.tiles, list[Blocked]()
     if schedule.is_list:
         tokens = describe_tokens(x.where)
         by_query, by_key = (functools.partial(batch_index, info=info) for info in tokens)
@@ -467,9 +467,9 @@ def token_blocks(call: Call, schedule: PairSchedule, x: TpuOperands, located: Ca
         keys = located(
             (None, 8, schedule.keys_at_hand(call, x.k)), lambda b, visit: (by_key(b), 0, schedule.column(visit))
         )
-        blocks += [Block(tokens.queries, queries), Block(tokens.keys, keys)]
+        blocks += [Blocked(tokens.queries, queries), Blocked(tokens.keys, keys)]
     if schedule.packed is not None:
         first = located((None, 1, tiles.q_block), lambda b, visit: (b, 0, visit.row))
-        blocks.append(Block(schedule.packed.documents.first_keys, first))
+        blocks.append(Blocked(schedule.packed.documents.first_keys, first))
     table = (None, tiles.q_block, x.q.shape[3])
     return blocks + table_blocks(x.where, lambda row: located(table, lambda b, visit: (row(b), visit.row, 0)))

@@ -43,7 +43,7 @@ from pallas_kernels.tpu.tile.tiles import (
     LANES,
     NN,
     NT,
-    Block,
+    Blocked,
     Call,
     LaunchGrid,
     LaunchHeads,
@@ -171,17 +171,17 @@ def _sweep(
     queries = spec((None, None, q_block, head_dim), lambda b, h, kv, visit, _: (b, h, visit.row, 0))
     of_keys = spec((None, None, schedule.keys_at_hand(call, x.k), head_dim), keys)
     written = spec((None, None, kv_block, head_dim), lambda b, h, kv, visit, written: (b, kv, written, 0))
-    inputs = [Block(x.q, queries), Block(x.k, of_keys), Block(x.v, of_keys), Block(gradients.dout, queries)]
-    inputs += [Block(y, written) for y in added]
+    inputs = [Blocked(x.q, queries), Blocked(x.k, of_keys), Blocked(x.v, of_keys), Blocked(gradients.dout, queries)]
+    inputs += [Blocked(y, written) for y in added]
     if call.softmax:
-        inputs.append(Block(gradients.statistics, of_queries(8)))
+        inputs.append(Blocked(gradients.statistics, of_queries(8)))
     if call.has_slopes or call.has_bias:
-        inputs.append(Block(by_head(x.head_bias), spec((None, 8, LANES), lambda b, h, *_: (h, 0, 0))))
+        inputs.append(Blocked(by_head(x.head_bias), spec((None, 8, LANES), lambda b, h, *_: (h, 0, 0))))
     inputs += token_blocks(call, schedule, x, lambda block, at: spec(block, lambda b, h, kv, visit, _: at(b, visit)))
     specs = queries, written, written
-    outputs = [Block(shape_like(y.shape, y.dtype, x.q), at) for y, at in zip(x[:3], specs, strict=True)]
-    outputs += [Block(shape_like((batch, num_heads, 1, length), jnp.float32, x.q), of_queries(1))] * call.has_bias
-    inputs += [Block(y, outputs[i].spec, becomes=i) for y, i in zip(listed_results, (0, 3), strict=False)]
+    outputs = [Blocked(shape_like(y.shape, y.dtype, x.q), at) for y, at in zip(x[:3], specs, strict=True)]
+    outputs += [Blocked(shape_like((batch, num_heads, 1, length), jnp.float32, x.q), of_queries(1))] * call.has_bias
+    inputs += [Blocked(y, outputs[i].spec, becomes=i) for y, i in zip(listed_results, (0, 3), strict=False)]
     has_segments = x.where.q_segment_ids is not None and schedule.is_list
     has_full_rows, counts = x.where.full_rows is not None, (len(added), len(listed_results))
     static = _BackwardStatic(call, schedule, has_segments, has_full_rows, *counts, group)

@@ -22,7 +22,7 @@ from pallas_kernels.tpu.schedule.side_by_side import SideBySide, heads_side_by_s
 from pallas_kernels.tpu.tile.rotation import rotate_tile
 from pallas_kernels.tpu.tile.tiles import (
     LANES,
-    Block,
+    Blocked,
     Call,
     LaunchGrid,
     LaunchHeads,
@@ -107,15 +107,15 @@ def _forward(
     queries = spec((None, of_heads, q_block, head_dim), lambda b, h, visit: (b, h, visit.row, 0))
     rows = spec((None, of_heads, 1, q_block), lambda b, h, visit: (b, h, 0, visit.row))
     of_keys = spec((None, None, schedule.keys_at_hand(call, x.k), head_dim), keys)
-    inputs = [Block(x.q, queries), Block(x.k, of_keys), Block(x.v, of_keys)]
+    inputs = [Blocked(x.q, queries), Blocked(x.k, of_keys), Blocked(x.v, of_keys)]
     results = zip(initial, (queries, rows), strict=False)
-    inputs += [Block(array, at, becomes=i if listed else None) for i, (array, at) in enumerate(results)]
+    inputs += [Blocked(array, at, becomes=i if listed else None) for i, (array, at) in enumerate(results)]
     if call.has_slopes or call.has_bias:
-        inputs.append(Block(by_head(x.head_bias), spec((None, 8, LANES), lambda b, h, visit: (h, 0, 0))))
+        inputs.append(Blocked(by_head(x.head_bias), spec((None, 8, LANES), lambda b, h, visit: (h, 0, 0))))
     inputs += token_blocks(call, schedule, x, lambda block, at: spec(block, lambda b, h, visit: at(b, visit)))
-    outputs = [Block(shape_like(x.q.shape, call.result_dtype(x.q), x.q), queries)]
+    outputs = [Blocked(shape_like(x.q.shape, call.result_dtype(x.q), x.q), queries)]
     if call.softmax:
-        outputs.append(Block(shape_like((batch, num_heads, 1, q_length), jnp.float32, x.q), rows))
+        outputs.append(Blocked(shape_like((batch, num_heads, 1, q_length), jnp.float32, x.q), rows))
     has_segments = x.where.q_segment_ids is not None and schedule.is_list
     static = ForwardStatic(call, schedule, has_segments, x.where.full_rows is not None, branches, len(initial))
     return launch(

@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.math.rotary import Rotation
 from pallas_kernels.math.spec import Coordinates
-from pallas_kernels.tpu.tile.tiles import LANES, Block, Call, batch_index
+from pallas_kernels.tpu.tile.tiles import LANES, Blocked, Call, batch_index
 
 
 def rotates_queries(head_dim: int) -> bool:
@@ -32,14 +32,14 @@ def multiplied(call: Call, q: jax.Array) -> jax.Array:
     return q if call.rotated_by else q * jnp.asarray(call.query_factor, q.dtype)
 
 
-def table_blocks(where: Coordinates, located: Callable) -> list[Block]:
+def table_blocks(where: Coordinates, located: Callable) -> list[Blocked]:
     """What a kernel reads to rotate queries; nothing if they come rotated.
 
     Args:
       located: from a function, which gives the row of a table for a row of the batch, to the block of a table.
     """
     tables = [x for x in (where.q_cos, where.q_sin) if x is not None]
-    return [Block(table, located(functools.partial(batch_index, info=table))) for table in tables]
+    return [Blocked(table, located(functools.partial(batch_index, info=table))) for table in tables]
 
 
 def rotate_tile(call: Call, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -147,7 +147,7 @@ class LaunchGrid(NamedTuple):
     scalars: Sequence[jax.Array] = ()  # for scalar memory; index maps get them too, with the head order behind them
 
 
-class Block(NamedTuple):
+class Blocked(NamedTuple):
     """An input or output of a launch, and which block of it a step has."""
 
     array: Any  # of an output, its shape
@@ -312,8 +312,8 @@ def launch(
     name: str,
     *,
     grid: LaunchGrid,
-    inputs: Sequence[Block],
-    outputs: Sequence[Block],
+    inputs: Sequence[Blocked],
+    outputs: Sequence[Blocked],
     scratch: Sequence[Any] = (),
     previous: Sequence[jax.Array] = (),
     cost: pl.CostEstimate | None = None,

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu.tile.tiles import Block, Call, Ref, TpuOperands, head_at
+from pallas_kernels.tpu.tile.tiles import Blocked, Call, Ref, TpuOperands, head_at
 from pallas_kernels.tpu.window.geometry import Segments, sink_rows, sink_slots
 
 MOST_COPIED = 2  # of a step: more have their sink tokens gathered
@@ -28,13 +28,13 @@ def documents_copied(call: Call, packed: bool) -> int:
     return documents if packed and call.spec.num_sink_tokens and documents <= MOST_COPIED else 0
 
 
-def sink_blocks(call: Call, x: TpuOperands, segments: Segments | None, spec: pl.BlockSpec) -> list[Block]:
+def sink_blocks(call: Call, x: TpuOperands, segments: Segments | None, spec: pl.BlockSpec) -> list[Blocked]:
     """The sink tokens that a launch reads: all keys and values where it copies them itself, else blocks at `spec`."""
     if documents_copied(call, segments is not None):
-        return [Block(array, pl.BlockSpec(memory_space=pl.ANY)) for array in (x.k, x.v)]
+        return [Blocked(array, pl.BlockSpec(memory_space=pl.ANY)) for array in (x.k, x.v)]
     if not call.spec.num_sink_tokens:
         return []
-    return [Block(y if segments is None else gather_sinks(call, y, segments), spec) for y in (x.k, x.v)]
+    return [Blocked(y if segments is None else gather_sinks(call, y, segments), spec) for y in (x.k, x.v)]
 
 
 def room_for_copies(call: Call, documents: int, keys: jax.Array) -> list[Any]:

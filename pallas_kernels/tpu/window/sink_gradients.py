@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu.tile.tiles import LANES, Block, Call, LaunchGrid, LaunchHeads, Ref, launch, shape_like, split
+from pallas_kernels.tpu.tile.tiles import LANES, Blocked, Call, LaunchGrid, LaunchHeads, Ref, launch, shape_like, split
 from pallas_kernels.tpu.window.geometry import Segments, sink_rows, sink_slots
 from pallas_kernels.tpu.window.packed_sinks import aligned_row, copied_rows
 
@@ -49,8 +49,8 @@ def add_to_sinks(call: Call, segments: Segments | None, results: tuple[jax.Array
         functools.partial(_kernel, num_entries),
         "window_sink_gradients",
         grid=LaunchGrid(grid, LaunchHeads(kv_heads), (segments.sinks.reshape(-1),)),
-        inputs=[Block(x, spec) for x in inputs],
-        outputs=[Block(shape_like(x.shape, x.dtype, x), pl.BlockSpec(memory_space=pl.ANY)) for x in gradients],
+        inputs=[Blocked(x, spec) for x in inputs],
+        outputs=[Blocked(shape_like(x.shape, x.dtype, x), pl.BlockSpec(memory_space=pl.ANY)) for x in gradients],
         scratch=[
             pltpu.VMEM((2, *block), jnp.float32),
             pltpu.VMEM((2, heads, copied_rows(call, length), head_dim), dtype),

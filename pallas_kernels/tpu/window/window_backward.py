@@ -23,7 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.tpu.tile.rotation import table_blocks
 from pallas_kernels.tpu.tile.tiles import (
     LANES,
-    Block,
+    Blocked,
     Call,
     LaunchGrid,
     LaunchHeads,
@@ -97,33 +97,33 @@ def _inputs(
     segments: Segments | None,
     grid: "_Grid",
     of_sinks: pl.BlockSpec,
-) -> list[Block]:
+) -> list[Blocked]:
     head_dim = x.q.shape[3]
     queries = grid.of_queries(grid.block, head_dim)
     of_head = grid.spec((grid.members, 8, LANES), lambda b, h, kv, i: (h, 0, 0))
-    inputs = [Block(x.q, queries), Block(gradients.dout, queries), Block(by_head(x.head_bias), of_head)]
+    inputs = [Blocked(x.q, queries), Blocked(gradients.dout, queries), Blocked(by_head(x.head_bias), of_head)]
     window = range(blocks_back(call), -1, -1)
-    inputs += [Block(array, grid.of_keys(before, head_dim)) for array in (x.k, x.v) for before in window]
+    inputs += [Blocked(array, grid.of_keys(before, head_dim)) for array in (x.k, x.v) for before in window]
     if gradients.statistics is not None:
-        inputs.append(Block(gradients.statistics, grid.along_lanes(8)))
+        inputs.append(Blocked(gradients.statistics, grid.along_lanes(8)))
     if segments is not None:
         last = grid.num_blocks - 1
         of_rows = grid.spec((None, 8, grid.block), lambda b, h, kv, i: (b, 0, jnp.minimum(i, last)))
-        inputs.append(Block(segments.queries, of_rows))
+        inputs.append(Blocked(segments.queries, of_rows))
     inputs += sink_blocks(call, x, segments, of_sinks)
     return inputs + table_blocks(x.where, functools.partial(grid.of_table, head_dim))
 
 
-def _outputs(call: Call, x: TpuOperands, packed: bool, grid: "_Grid", of_sinks: pl.BlockSpec) -> list[Block]:
+def _outputs(call: Call, x: TpuOperands, packed: bool, grid: "_Grid", of_sinks: pl.BlockSpec) -> list[Blocked]:
     batch, num_heads, length, head_dim = x.q.shape
     keys = grid.of_keys(blocks_back(call), head_dim)
     specs = grid.of_queries(grid.block, head_dim), keys, keys
-    outputs = [Block(shape_like(y.shape, y.dtype, x.q), spec) for y, spec in zip(x[:3], specs, strict=True)]
+    outputs = [Blocked(shape_like(y.shape, y.dtype, x.q), spec) for y, spec in zip(x[:3], specs, strict=True)]
     if call.has_bias:
-        outputs.append(Block(shape_like((batch, num_heads, 1, length), jnp.float32, x.q), grid.along_lanes(1)))
+        outputs.append(Blocked(shape_like((batch, num_heads, 1, length), jnp.float32, x.q), grid.along_lanes(1)))
     if call.spec.num_sink_tokens:
         rows = sink_rows(call, packed) * (grid.num_blocks if packed else 1)
-        outputs += [Block(shape_like((*x.k.shape[:2], rows, head_dim), jnp.float32, x.q), of_sinks)] * 2
+        outputs += [Blocked(shape_like((*x.k.shape[:2], rows, head_dim), jnp.float32, x.q), of_sinks)] * 2
     return outputs
 
 

@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.tpu.tile.rotation import table_blocks
 from pallas_kernels.tpu.tile.tiles import (
     LANES,
-    Block,
+    Blocked,
     Call,
     LaunchGrid,
     LaunchHeads,
@@ -77,16 +77,16 @@ def window_forward(
         return pl.BlockSpec(block_shape, index_map)
 
     queries = spec((None, None, block, head_dim), lambda b, h, kv, i: (b, h, i, 0))
-    outputs = [Block(shape_like(x.q.shape, call.result_dtype(x.q), x.q), queries)]
+    outputs = [Blocked(shape_like(x.q.shape, call.result_dtype(x.q), x.q), queries)]
     if call.softmax:
         lse = shape_like((batch, num_heads, 1, length), jnp.float32, x.q)
-        outputs.append(Block(lse, spec((None, None, 1, block), lambda b, h, kv, i: (b, h, 0, i))))
+        outputs.append(Blocked(lse, spec((None, None, 1, block), lambda b, h, kv, i: (b, h, 0, i))))
     return launch(
         call,
         functools.partial(_window_kernel, call, packed, copied, length // block),
         "window_forward",
         grid=LaunchGrid(window_forward_grid(call, batch, heads.count, length, group), heads, scalars),
-        inputs=[Block(x.q, queries), *_inputs(call, x, segments, spec)],
+        inputs=[Blocked(x.q, queries), *_inputs(call, x, segments, spec)],
         outputs=outputs,
         scratch=[pltpu.SMEM((1,), jnp.int32), *_room_for_logits(call, packed), *room_for_copies(call, copied, x.k)],
         previous=previous,
@@ -94,7 +94,7 @@ def window_forward(
     )
 
 
-def _inputs(call: Call, x: TpuOperands, segments: Segments | None, spec: Callable) -> list[Block]:
+def _inputs(call: Call, x: TpuOperands, segments: Segments | None, spec: Callable) -> list[Blocked]:
     """What the kernel reads beside the queries."""
     block, (*_, length, head_dim) = call.tiles.q_block, x.q.shape
     window = range(blocks_back(call), -1, -1)
@@ -103,16 +103,16 @@ def _inputs(call: Call, x: TpuOperands, segments: Segments | None, spec: Callabl
         rows, at = _window_rows(call, before)
         return spec((None, None, rows, head_dim), lambda b, h, kv, i: (b, kv, jnp.maximum(at(i), 0), 0))
 
-    inputs = [Block(by_head(x.head_bias), spec((None, 8, LANES), lambda b, h, kv, i: (h, 0, 0)))]
-    inputs += [Block(array, keys(before)) for array in (x.k, x.v) for before in window]
+    inputs = [Blocked(by_head(x.head_bias), spec((None, 8, LANES), lambda b, h, kv, i: (h, 0, 0)))]
+    inputs += [Blocked(array, keys(before)) for array in (x.k, x.v) for before in window]
     of_step = segments is not None
     sinks = (None, None, sink_rows(call, of_step), head_dim)
     inputs += sink_blocks(call, x, segments, spec(sinks, lambda b, h, kv, i: (b, kv, i if of_step else 0, 0)))
     if segments is not None:
-        inputs.append(Block(segments.queries, spec((None, 8, block), lambda b, h, kv, i: (b, 0, i))))
+        inputs.append(Blocked(segments.queries, spec((None, 8, block), lambda b, h, kv, i: (b, 0, i))))
         if reads_codes(call, head_dim):
             codes = document_codes(x.where, x.q.dtype, behind=block)
-            inputs += [Block(codes, _codes(call, length, before)) for before in window]
+            inputs += [Blocked(codes, _codes(call, length, before)) for before in window]
     table = (None, block, head_dim)
     return inputs + table_blocks(x.where, lambda row: spec(table, lambda b, h, kv, i: (row(b), i, 0)))
 
