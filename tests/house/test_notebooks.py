@@ -1,5 +1,7 @@
 """Every notebook runs from top to bottom, in a process of its own and an empty folder, and shows its pictures."""
 
+import ast
+import importlib
 import json
 import os
 import re
@@ -57,6 +59,17 @@ def test_saved_outputs_name_no_folder_of_the_machine_that_made_them(path):
     assert not any(
         output.get("output_type") == "error" for cell in json.loads(text)["cells"] for output in cell.get("outputs", [])
     )
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_what_it_imports_is_there(path):
+    cells = json.loads(path.read_text())["cells"]
+    code = "".join("".join(cell["source"]) + "\n" for cell in cells if cell["cell_type"] == "code")
+    ours = [n for n in ast.walk(ast.parse(code)) if isinstance(n, ast.ImportFrom) and n.module.startswith("swa_jax")]
+    assert ours
+    for node in ours:
+        module = importlib.import_module(node.module)
+        assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == [], node.module
 
 
 @pytest.mark.long
