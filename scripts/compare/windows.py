@@ -41,7 +41,7 @@ def work(out: Path, more: Sequence[str], arm: str, seed: int) -> dict[str, Any]:
     """Train, or go on where training was cut off; the last line of each stage."""
     run = out / f"{arm.replace(',', '').replace(' ', '-')}-{seed}"
     settings = [*words(ARMS[arm]), *more, f"seed={seed}", f"output={run}", f"tokenizer={out / 'tokenizer'}"]
-    train_chains.Run(load_config(TrainConfig, CONFIG, settings), GAP).train()
+    train_chains.CurriculumRun(load_config(TrainConfig, CONFIG, settings), GAP).train()
     return {"ends": ends_of(run)}
 
 
