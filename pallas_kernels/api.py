@@ -65,8 +65,9 @@ def attention(
       q_segment_ids: [B, T] integers, the ids of packed sequences. A segment is one contiguous run of an id. Id 0 is
         padding: it sees nothing, nothing sees it, and its output is zero.
       kv_segment_ids: [B, S] integers. None takes q_segment_ids; then T must equal S.
-      q_positions, kv_positions: [B, T] and [B, S] integers, which everything compares. Position 0 is the first real
-        token of the segment, a negative one padding. None takes the index, which restarts with each segment.
+      q_positions, kv_positions: [B, T] and [B, S] integers. Windows, sink tokens, ALiBi and causality compare them.
+        Position 0 is the first real token of the segment; a negative position is padding. None takes the array index,
+        which restarts with each segment.
       full_from: [B] or [B, segments] integers. Queries at a position >= full_from of their segment see past the
         window. Ids 1, 2, ... are columns 0, 1, ...; [B] is for rows of one segment with id 1. Under jit the ids cannot
         be checked, and a row of a segment without a column comes out as NaN.
@@ -74,7 +75,7 @@ def attention(
       logit_scales: [H] floating, multiplies each head's logits before the softcap; bfloat16 queries carry it, rounded.
       per_head, packing: the options above as two values; keywords come on top.
       return_lse: also return the log-sum-exp of the logits; for softmax only.
-      rotation: by which the queries are still to be rotated (RoPE).
+      rotation: by which the queries are still to be rotated (RoPE). The TPU kernels do it as they read them.
       ring: inside shard_map, the devices that share the keys; `packing` has the positions of all keys, by device.
       implementation: "tpu", "triton", "cudnn", "xla" or "reference"; None is the best for the call and device.
 

@@ -322,11 +322,6 @@ def check_room(folder: Path, size: int) -> None:
 # to the sums of weights, data and options, which `digest` makes keys of. Equal keys, equal results.
 
 START_OVER = "name another file, or remove this one to start over"
-_MEANS = {  # what a user would call what differs
-    "weights": "weights, so that it is of another model",
-    "config": "model configuration, by which --yarn also counts",
-    "examples": "examples (--length, --examples, --keys, --haystack, --prompts or --seed)",
-}
 _STARTS = b'{"content": ', b'{"key": '  # of our lines
 
 
@@ -439,8 +434,7 @@ def check_content(
         if one == other:
             continue
         plain = all(isinstance(value, bool | int | float | None) or len(str(value)) < 32 for value in (one, other))
-        known = _MEANS.get(name, name)
-        differences.append(f"{name} was {one} there and is {other} here" if plain else f"other {known}")
+        differences.append(f"{name} was {one} there and is {other} here" if plain else f"other {name}")
     if differences:
         raise ConfigError(f"{file} holds {kind} of other content ({'; '.join(differences)}): {advice}")
 

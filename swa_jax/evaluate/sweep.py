@@ -45,10 +45,11 @@ def perplexity_sweep(
     batch_size: int = 16,
     advance: Callable[[int], None] = lambda _: None,
 ) -> list[SweepScore]:
-    """Perplexity of one text under every window, cut into sequences of every length; window by window.
+    """Perplexity of one text under every window, cut into sequences of every length (SWAT, Table 2).
 
-    Every cell scores the same tokens, each once: all, but for the text's first where there are no start tokens. At a
-    longer length a token has more text before it. The blocks of the bootstrap are the same for all cells.
+    The list has all lengths of the first window, then those of the next. Every cell scores the same tokens, each once:
+    all, but for the text's first where there are no start tokens. At a longer length a token has more text before it.
+    The blocks of the bootstrap are the same for all cells.
 
     Args:
       tokens: the text's ids without start tokens; those and the text are more than the greatest length.

@@ -77,7 +77,7 @@ def test_other_content_is_refused_and_left_as_it_is(tmp_path):
     before = file.read_bytes()
     for changed, said in (
         ({"sliding_window": 7}, r"\(sliding_window was 6 there and is 7 here\)"),
-        ({"weights": "b" * 64}, r"\(other weights, so that it is of another model\)"),
+        ({"weights": "b" * 64}, r"\(other weights\)"),
         ({"sliding_window": 7, "new": True}, r"was 6 there and is 7 here; new was None there and is True here\)"),
     ):
         with pytest.raises(ConfigError, match=rf"scores.jsonl holds scores of other content .*{said}: name another"):

@@ -118,7 +118,9 @@ def test_kernels_rotate_queries_and_rotate_gradients_back(name, how, monkeypatch
     assert_close(found[1], expected[1], "float32", gradient=True)
 
 
-@pytest.mark.parametrize("implementation", [i for i in IMPLEMENTATIONS if i.name != "triton"], ids=str, indirect=False)
+@pytest.mark.parametrize(
+    "implementation", [i for i in IMPLEMENTATIONS if i.name != "tpu"] + [TPU], ids=str, indirect=False
+)
 def test_heads_that_fill_no_register_are_rotated_before(implementation, monkeypatch):
     implementation.install(monkeypatch)
     rotating = rotation(np.arange(LENGTH)[None], 16, 16, False)
