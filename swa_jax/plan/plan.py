@@ -23,7 +23,7 @@ from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from swa_jax.base.chips import COMPILE_ONLY, TARGETS, Target, chip_name, find_chip
+from swa_jax.base.chips import COMPILE_ONLY, TARGETS, Target, check_libtpu, chip_name, find_chip
 from swa_jax.base.errors import CheckpointError, ConfigError
 from swa_jax.model.attention import kinds_of
 from swa_jax.model.cache import POOL, allocate, cache_layouts
@@ -84,7 +84,7 @@ def plan(
     slices = config.mesh.slices if step == "train" else 1
     devices = topology_devices(topology, slices)
     kind = devices[0].device_kind
-    target, _ = target_of(kind)
+    target = target_of(kind)
     start = planned_start(config)
     if step == "train":
         check_options(config.xla_options, devices[0])
@@ -140,7 +140,7 @@ def _counted(
     times = step_time(work, attention, flops["model"], program, counts, sends, shares)
     if uncounted := hlo.uncounted_loops(program, counts):
         times["assumptions"].append(f"{uncounted} loops whose number of runs is not in the program are counted once")
-    memory = _memory(compiled.memory_analysis(), held, kept, target_of(kind)[0])
+    memory = _memory(compiled.memory_analysis(), held, kept, target_of(kind))
     return {"memory": memory, "collectives": _by_kind(sends), "flops": flops, "time": times}
 
 
@@ -175,12 +175,7 @@ def topology_devices(name: str, slices: int = 1) -> list[Any]:
     """
     for variable, value in COMPILE_ONLY.items():
         os.environ.setdefault(variable, value)
-    try:
-        importlib.metadata.version("libtpu")
-    except importlib.metadata.PackageNotFoundError:
-        raise ConfigError(
-            "compiling for a TPU needs the package libtpu, which is not installed: pip install libtpu (Linux, x86-64)"
-        ) from None
+    check_libtpu()
     try:
         with _silent_stderr():
             known_as = name.replace("v7x:", "tpu7x:")  # the other tools' name for it
@@ -195,12 +190,12 @@ def topology_devices(name: str, slices: int = 1) -> list[Any]:
     return devices
 
 
-def target_of(device_kind: str) -> tuple[Target, float]:
-    """What is known of a TPU that is compiled for, and its peak in operations a second."""
+def target_of(device_kind: str) -> Target:
+    """What is known of a TPU that is compiled for."""
     chip = find_chip(device_kind)
     if chip is None or chip.target is None:
         raise ConfigError(f"no plan can be made for {device_kind}; known: {', '.join(TARGETS)}")
-    return chip.target, chip.peak_flops
+    return chip.target
 
 
 @contextlib.contextmanager

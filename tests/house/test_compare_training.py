@@ -48,23 +48,20 @@ def test_every_arm_is_a_configuration_and_every_claim_is_about_an_arm(script, na
 
 
 @pytest.mark.parametrize(
-    ("differences", "said"),
+    ("differences", "equal", "said"),  # equal: the paper has no difference
     [
-        ([0.2, 0.3, 0.25], "reproduced in direction"),
-        ([-0.2, -0.3, -0.25], "not reproduced: the opposite"),
-        ([0.2, -0.1, 0.3], "no clear difference"),
-        ([0.01, 0.9, 0.02], "no clear difference"),  # of one sign, within twice its standard error
-        ([float("inf"), 0.3, 0.2], "reproduced in direction"),  # a diverged run has an infinite loss
-        ([0.2, 0.3], "too few seeds"),
+        ([0.2, 0.3, 0.25], False, "reproduced in direction"),
+        ([-0.2, -0.3, -0.25], False, "not reproduced: the opposite"),
+        ([0.2, -0.1, 0.3], False, "no clear difference"),
+        ([0.01, 0.9, 0.02], False, "no clear difference"),  # of one sign, within twice its standard error
+        ([float("inf"), 0.3, 0.2], False, "reproduced in direction"),  # a diverged run has an infinite loss
+        ([0.2, 0.3], False, "too few seeds"),
+        ([0.2, -0.1, 0.3], True, "no clear difference, as in the paper"),
+        ([0.2, 0.3, 0.25], True, "a difference, +0.250 on average"),
     ],
 )
-def test_verdict(script, differences, said):
-    assert script.verdict(differences) == said
-
-
-def test_verdict_where_the_paper_has_no_difference(script):
-    assert script.verdict([0.2, -0.1, 0.3], equal=True) == "no clear difference, as in the paper"
-    assert script.verdict([0.2, 0.3, 0.25], equal=True) == "a difference, +0.250 on average"
+def test_verdict(script, differences, equal, said):
+    assert script.verdict(differences, equal=equal) == said
 
 
 def test_table_counts_seeds_and_says_what_diverged(script):

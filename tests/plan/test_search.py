@@ -84,7 +84,7 @@ def test_slices_are_counted_separately():
     assert all(one.partition(config).mesh.shape["data"] == 2 * one.data for one in found)
 
 
-def test_experts_have_an_axis_of_their_own(tmp_path):
+def test_experts_have_an_axis_of_their_own():
     config = config_of(model=EXPERTS)
     found = set(candidates(config, config.model, 0, 8))
     assert {one.expert for one in found} == {1, 2, 4}  # 8 does not divide them
@@ -257,7 +257,17 @@ def test_what_does_not_fit_is_not_compiled_and_teaches(monkeypatch):
     assert found.best is not None
     assert sum(one.seconds is None for one in found.tried) <= 2
     assert 0 < found.counts["would_fit"] < found.counts["allowed"] == len(guesses)
-    assert "does not fit" in describe_search(found, work.config, 0, "v5e:2x2")
+
+
+def test_where_nothing_fits_the_text_says_what_to_change():
+    work = work_of(config_of(), 4)
+    found = search(work, lambda settings: report(1.0, 99, fits=False), tries=2)
+    assert found.best is None
+    assert len(found.tried) == 1  # the options are not tried, and everything else is expected to need as much
+    text = describe_search(found, work.config, 0, "v5e:2x2")
+    assert "does not fit" in text
+    last = "nothing that was compiled fits: take a larger slice, fewer tokens in a step, or more --tries"
+    assert text.splitlines()[-1] == last
 
 
 @pytest.mark.parametrize("seconds", [0.5, 2.0])
@@ -356,15 +366,6 @@ def test_a_search_goes_on_where_it_was_interrupted(tmp_path):
     compiled.clear()
     assert run(tries=5).best == found.best  # nothing is left to do
     assert compiled == []
-
-
-def test_where_nothing_fits_the_text_says_what_to_change():
-    work = work_of(config_of(), 4)
-    found = search(work, lambda settings: report(1.0, 99, fits=False), tries=2)
-    assert found.best is None
-    assert len(found.tried) == 1  # the options are not tried, and everything else is expected to need as much
-    last = describe_search(found, work.config, 0, "v5e:2x2").splitlines()[-1]
-    assert last == "nothing that was compiled fits: take a larger slice, fewer tokens in a step, or more --tries"
 
 
 def test_results_of_another_search_are_not_gone_on_with(tmp_path):

@@ -28,13 +28,7 @@ FILES = [
     for file in sorted((ROOT / "configs").rglob("*.yaml"))
     if "stages:" in file.read_text() or "base:" in file.read_text()
 ]
-MODELS = {
-    "swiattn": "swiattn-1.5b",
-    "qwen3-1.7b": "qwen3-1.7b",
-    "qwen3-4b": "qwen3-4b",
-    "qwen3-8b": "qwen3-8b",
-    "qwen3-14b": "qwen3-14b",
-}
+MODELS = {"swiattn": "swiattn-1.5b"} | {name: name for name in (f"qwen3-{size}b" for size in ("1.7", "4", "8", "14"))}
 
 
 def read(file: str) -> TrainConfig:
