@@ -12,6 +12,7 @@ from pathlib import Path
 
 from swa_jax.base.errors import ConfigError
 
+GIB = 2**30
 # libtpu only compiles here: it must not look for chips, nor fill the disk and the terminal with logs.
 COMPILE_ONLY = {
     "TPU_SKIP_MDS_QUERY": "1",

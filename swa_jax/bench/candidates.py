@@ -21,6 +21,7 @@ import numpy as np
 from pallas_kernels import AttentionSpec, alibi_slopes, attention, decode_attention, routed_attention
 from pallas_kernels.dispatch import current_device
 from pallas_kernels.request import Op, Request
+from swa_jax.bench import peer_calls
 from swa_jax.bench.tpu_kernels import routed_rows
 
 PASSES = ("forward", "forward+backward", "decode")
@@ -209,28 +210,12 @@ def _tokamax(case: BenchCase, q, k, v):
 
 def splash(case: BenchCase, q, k, v, *, interpret: bool = False):
     """The kernel that ships with JAX, its blocks as large as fit."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-
-    shape = (case.length, case.length)
-    mask = masks.CausalMask(shape) if case.window is None else masks.LocalMask(shape, (case.window - 1, 0), 0)
     block = math.gcd(case.length, 1024)
-    compute = math.gcd(block, 512)
+    blocks = {"block_q": block, "block_kv": block, "block_kv_compute": math.gcd(block, 512)}
+    shape = peer_calls.Shape(H=case.heads, T=case.length, window=case.window, **blocks)
     ids = case.segment_ids()
-    segments = None if ids is None else kernels.SegmentIds(ids[0], ids[0])
-    kernel = kernels.make_splash_mha_single_device(
-        masks.MultiHeadMask([mask] * case.heads),
-        block_sizes=kernels.BlockSizes(
-            block_q=block,
-            block_kv=block,
-            block_kv_compute=compute,
-            block_q_dkv=block,
-            block_kv_dkv=block,
-            block_kv_dkv_compute=compute,
-            use_fused_bwd_kernel=True,
-        ),
-        interpret=interpret,
-    )
+    segments = None if ids is None else peer_calls.segments(peer_calls.JAX_SPLASH, ids[0])
+    kernel = peer_calls.jax_splash(shape, interpret=interpret)
     q = q * jnp.asarray(case.head_dim**-0.5, q.dtype)
     one_row = functools.partial(kernel, segment_ids=segments)
     return jax.vmap(one_row)(*(x.swapaxes(1, 2) for x in (q, k, v))).swapaxes(1, 2)

@@ -48,25 +48,22 @@ class CycleCount:
     kernels: tuple[str, ...] = ()  # names of the ops that are Pallas kernels
 
     @property
-    def kernel_cycles_per_1024(self) -> float | None:
-        """As `cycles_per_1024`, of the kernels alone, without what XLA does around them."""
-        cycles = [op.cycles for op in self.ops if op.name in self.kernels]
-        if not cycles or None in cycles or self.queries < 1024:
-            return None
-        return sum(cycles) * 1024 / self.queries  # type: ignore[arg-type]
-
-    @property
     def cycles(self) -> int | None:
         """Cycles of the whole program; None unless every op has a figure."""
-        cycles = [op.cycles for op in self.ops]
-        return None if not cycles or None in cycles else sum(cycles)  # type: ignore[arg-type]
+        return _sum(self.ops)
 
     @property
     def cycles_per_1024(self) -> float | None:
         """Cycles per 1024 query rows and head; None where there are fewer rows than that."""
-        if self.cycles is None or self.queries < 1024:
-            return None
-        return self.cycles * 1024 / self.queries
+        return self._per_1024(self.cycles)
+
+    @property
+    def kernel_cycles_per_1024(self) -> float | None:
+        """As `cycles_per_1024`, of the kernels alone, without what XLA does around them."""
+        return self._per_1024(_sum([op for op in self.ops if op.name in self.kernels]))
+
+    def _per_1024(self, cycles: int | None) -> float | None:
+        return None if cycles is None or self.queries < 1024 else cycles * 1024 / self.queries
 
     @property
     def milliseconds(self) -> float | None:
@@ -85,6 +82,11 @@ class CycleCount:
             "ops": [op._asdict() for op in self.ops],
             "notes": list(self.notes),
         }
+
+
+def _sum(ops: Sequence[Op]) -> int | None:
+    cycles = [op.cycles for op in ops if op.cycles is not None]
+    return sum(cycles) if ops and len(cycles) == len(ops) else None
 
 
 def read_settings(items: Sequence[str]) -> dict[str, Any]:

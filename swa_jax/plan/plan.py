@@ -23,14 +23,13 @@ from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from swa_jax.base.chips import COMPILE_ONLY, TARGETS, Target, check_libtpu, chip_name, find_chip
+from swa_jax.base.chips import COMPILE_ONLY, GIB, TARGETS, Target, check_libtpu, chip_name, find_chip
 from swa_jax.base.errors import CheckpointError, ConfigError
 from swa_jax.model.attention import kinds_of
 from swa_jax.model.cache import POOL, allocate, cache_layouts
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.flops import some_positions, work_by_position
 from swa_jax.model.generate import check_generation
-from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.lora import trained_and_frozen, with_lora
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sequence_order import in_zigzag
@@ -43,8 +42,6 @@ from swa_jax.train.config import StageConfig, TrainConfig
 from swa_jax.train.optimizer import make_optimizer
 from swa_jax.train.patterns import Start, find_start, stage_patterns
 from swa_jax.train.step import TrainState, init_state, make_step
-
-GIB = 2**30
 
 
 class TracedStep(NamedTuple):
@@ -147,8 +144,7 @@ def _counted(
 def _by_position(traced: TracedStep) -> list[dict[str, Any]]:
     """The work for one token, of the whole model."""
     config, pattern = traced.model.config, traced.model.pattern
-    routed = ROUTED_SHARE if SWITCH in pattern.layer_types else 1.0
-    rows = work_by_position(config, pattern, some_positions(traced.batch["length"]), routed)
+    rows = work_by_position(config, pattern, some_positions(traced.batch["length"]), ROUTED_SHARE)
     return [row._asdict() for row in rows]
 
 

@@ -15,19 +15,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from swa_jax.base.chips import chip_name
+from swa_jax.base.chips import GIB, chip_name
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.files import START_OVER, check_content, read_document, sum_of_json, write_json
 from swa_jax.base.settings import to_dict
 from swa_jax.plan.candidates import RunChanges, XlaOption, candidates, present, refusal
 from swa_jax.plan.cost import StepEstimate, Workload, estimate
 from swa_jax.plan.plan import check_stage, planned_start, topology_devices
-from swa_jax.plan.step_time import ROUTED_SHARE
 from swa_jax.train.compiler import check_options
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.patterns import stage_patterns
 
-GIB = 2**30
 MARGIN = 1.1  # of a chip's memory: an estimate above it is not compiled, as long as nothing has corrected it
 # Times a chip's memory, by estimate: without the loop over layers, the compiler computes again what does not fit. That
 # has brought SWAT 340M with `remat: none` from an estimate of 2.5 times to 0.97 (docs/plans).
@@ -121,7 +119,7 @@ def workload(config: TrainConfig, topology: str, stage: int) -> Workload:
     chip = chip_name(devices[0].device_kind)
     assert chip is not None  # `topology_devices` takes no other
     pattern = stage_patterns(config, start, config.stages[stage])[0]
-    return Workload(config, stage, start.config, pattern, chip, len(devices), ROUTED_SHARE)
+    return Workload(config, stage, start.config, pattern, chip, len(devices))
 
 
 def search(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-GIB = 2**30
+from swa_jax.base.chips import GIB
+
 _MEMORY = {
     "parameters": "parameters",
     "optimizer": "optimizer",

@@ -28,7 +28,7 @@ def work_of(config: TrainConfig, devices: int, chip: str = "v5e", stage: int = 0
     """What `workload` gives, without asking libtpu for devices."""
     start = find_start(config)
     pattern = stage_patterns(config, start, config.stages[stage])[0]
-    return Workload(config, stage, start.config, pattern, chip, devices, 0.13)
+    return Workload(config, stage, start.config, pattern, chip, devices)
 
 
 def report(seconds: float, gib: float = 1.0, fits: bool = True):
