@@ -4,18 +4,17 @@ import json
 
 import pytest
 
+from scripts.compare import swaa
 from scripts.compare.runner import key_of
 from swa_jax.base.errors import ConfigError
 
-SCRIPT = "compare.swaa"
 
-
-def test_every_row_of_table_1_is_there_once(script):
-    numbers = [int(number) for row in script.ROWS for number in row.numbers.split(", ")]
+def test_every_row_of_table_1_is_there_once():
+    numbers = [int(number) for row in swaa.ROWS for number in row.numbers.split(", ")]
     assert sorted(numbers) == list(range(35))
-    patterns = [row.pattern() for row in script.ROWS]
+    patterns = [row.pattern() for row in swaa.ROWS]
     assert len(set(patterns)) == len(patterns)
-    by_number = {number: row.pattern() for row in script.ROWS for number in row.numbers.split(", ")}
+    by_number = {number: row.pattern() for row in swaa.ROWS for number in row.numbers.split(", ")}
     assert by_number["0"].full_layers == tuple(range(8))
     assert (by_number["25"].full_layers, by_number["25"].sliding_window) == ((), 32)
     row_34 = by_number["34"]
@@ -24,14 +23,14 @@ def test_every_row_of_table_1_is_there_once(script):
     assert by_number["33"].full_layers == (1, 5)
 
 
-def test_all_cells_come_once_the_papers_rows_first(script):
-    keys = [(row.numbers, data, seed) for row, data, seed in script.keys([0, 1, 2])]
+def test_all_cells_come_once_the_papers_rows_first():
+    keys = [(row.numbers, data, seed) for row, data, seed in swaa.keys([0, 1, 2])]
     assert len(set(keys)) == len(keys) == 26 + 11 * 3 * 3 + 15 * 3 * 2
     assert {data for _, data, _ in keys[:26]} == {"none"}
     assert [seed for *_, seed in keys[26:48]] == [0] * 22
 
 
-def test_the_table_of_what_is_done(script):
+def test_the_table_of_what_is_done():
     """Paired differences over the seeds that both have."""
 
     def line(numbers, data, seed, right, loss):
@@ -47,7 +46,7 @@ def test_the_table_of_what_is_done(script):
         line("4, 27", "text", 1, [0.0, 0.0, 0.0, 0.0], 2.0),
     ]
     done = {key_of(*one["cell"]): one for one in lines}
-    head, _, *rows = script.table(done, [0, 1, 2]).splitlines()
+    head, _, *rows = swaa.table(done, [0, 1, 2]).splitlines()
     (row,) = [one for one in rows if one.startswith("| 4, 27 |")]
     titles, cells = ([cell.strip() for cell in line.strip("|").split("|")] for line in (head, row))
     assert cells[:6] == ["4, 27", "32", "none", "0", "yes", "1"]
@@ -65,7 +64,7 @@ def chain_scores(right):
     return {"scores": found | {"text": {"losses": [2.0, 2.2]}}}
 
 
-def test_models_stand_beside_each_other_where_both_were_trained(script):
+def test_models_stand_beside_each_other_where_both_were_trained():
     none, text, replies = [0.0] * 4, [0.0, 0.0, 0.0, 1.0], [1.0, 0.0, 1.0, 1.0]
 
     def model(trained, *rows):
@@ -74,7 +73,7 @@ def test_models_stand_beside_each_other_where_both_were_trained(script):
     trained = [("none", none), ("text", text), ("replies", replies)]
     first = model(trained, "4, 27", "33")
     second = model([("none", none), ("text", none), ("replies", text)], "4, 27")
-    said, _, head, _, *rows = script.table_of_models({"chains": first, "chains-1": second}, [0, 1, 2]).splitlines()
+    said, _, head, _, *rows = swaa.table_of_models({"chains": first, "chains-1": second}, [0, 1, 2]).splitlines()
     assert said == "Right answers over all hops, %, of chains, chains-1; seeds: 1, 1."
     (row,) = ([cell.strip() for cell in one.strip("|").split("|")] for one in rows)  # 33: one model only
     assert row[:5] == ["4, 27", "32", "none", "0", "yes"]
@@ -83,7 +82,7 @@ def test_models_stand_beside_each_other_where_both_were_trained(script):
     assert head.count("|") == len(row) + 1
 
 
-def test_a_folder_keeps_to_one_model(script, tmp_path):
+def test_a_folder_keeps_to_one_model(tmp_path):
     def checkpoint(folder, total):
         (folder / "weights").mkdir(parents=True)
         (folder / "config.json").write_text("{}")
@@ -92,4 +91,4 @@ def test_a_folder_keeps_to_one_model(script, tmp_path):
 
     checkpoint(tmp_path / "model", "ab")
     with pytest.raises(ConfigError, match=r"has cells of another model than .*other: name another --out"):
-        script.prepare(checkpoint(tmp_path / "other", "cd"), tmp_path, script.TINY)
+        swaa.prepare(checkpoint(tmp_path / "other", "cd"), tmp_path, swaa.TINY)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scripts.compare import measures, runner
+from scripts.compare import measures, runner, training
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.settings import load_config
 from swa_jax.checkpoint.named import model_folder
@@ -20,7 +20,6 @@ from swa_jax.model.pattern import AttentionPattern
 from swa_jax.train.loop import TrainConfig
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = "compare.training"
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -31,12 +30,12 @@ def command(*arguments):
 
 
 @pytest.mark.parametrize("name", ["swiattn", "swiattn-chains", "swiattn-ablations", "swat", "swat-longer"])
-def test_every_arm_is_a_configuration_and_every_claim_is_about_an_arm(script, name):
-    what = script.declared(name)
+def test_every_arm_is_a_configuration_and_every_claim_is_about_an_arm(name):
+    what = training.declared(name)
     configs = {
-        arm: load_config(TrainConfig, ROOT / what["config"], script.words(of)) for arm, of in what["arms"].items()
+        arm: load_config(TrainConfig, ROOT / what["config"], training.words(of)) for arm, of in what["arms"].items()
     }
-    assert len({script.fingerprint(config) for config in configs.values()}) == len(configs)
+    assert len({training.fingerprint(config) for config in configs.values()}) == len(configs)
     if name.startswith("swat"):  # the arms are compared after the same tokens
         stages = [config.stages[0] for config in configs.values()]
         assert {s.steps * s.batch_size * s.sequence_length for s in stages} == {
@@ -60,21 +59,21 @@ def test_every_arm_is_a_configuration_and_every_claim_is_about_an_arm(script, na
         ([0.2, 0.3, 0.25], True, "a difference, +0.250 on average"),
     ],
 )
-def test_verdict(script, differences, equal, said):
-    assert script.verdict(differences, equal=equal) == said
+def test_verdict(differences, equal, said):
+    assert training.verdict(differences, equal=equal) == said
 
 
-def test_table_counts_seeds_and_says_what_diverged(script):
+def test_table_counts_seeds_and_says_what_diverged():
     def run(seed, values, diverged=None):
         return {"arm": "a", "seed": seed, "values": values, "diverged": diverged}
 
     runs = {"a": [run(0, {"x": 1.0}), run(1, {"x": 2.0})], "b": [run(0, {}, "step 3"), run(1, {"x": 4.0})]}
-    text = script.table(runs, {"x": "loss", "y": "never measured"})
+    text = training.table(runs, {"x": "loss", "y": "never measured"})
     assert text.splitlines()[0] == "| | seeds | loss |"
     assert "| a | 2 | 1.500 ± 0.707 |" in text
     assert "| b | 2, 1 diverged | 4.000 |" in text
     claims = (("b above a", "2, 1", ("b", "x"), ("a", "x")), ("not measured", "-", ("b", "y"), ("a", "y")))
-    assert script.verdicts(runs, claims).splitlines()[2:] == ["| b above a | 2, 1 | +inf, +2.000 | too few seeds |"]
+    assert training.verdicts(runs, claims).splitlines()[2:] == ["| b above a | 2, 1 | +inf, +2.000 | too few seeds |"]
 
 
 def test_report_goes_between_its_marks(tmp_path):
@@ -121,17 +120,17 @@ def test_a_cell_is_measured_once_and_one_that_was_cut_off_is_none(tmp_path):
         run(cell("a", settings="other"))
 
 
-def test_each_seed_continues_its_own_model(script, tmp_path):
-    what = script.declared("swiattn-chains")
+def test_each_seed_continues_its_own_model(tmp_path):
+    what = training.declared("swiattn-chains")
     bundled = model_folder("chains")
-    assert script.base_of(what, 1, ["nowhere", "chains"]) == script.base_of(what, 1, []) == bundled
+    assert training.base_of(what, 1, ["nowhere", "chains"]) == training.base_of(what, 1, []) == bundled
     with pytest.raises(ConfigError, match="seed 2 has no model to continue: --bases names 2"):
-        script.base_of(what, 2, ["chains", "chains"])
-    assert script.base_of(script.declared("swat"), 0, []) is None
+        training.base_of(what, 2, ["chains", "chains"])
+    assert training.base_of(training.declared("swat"), 0, []) is None
     AttentionPattern.from_recipe("layers:2,5", 8, sliding_window=32).to_json(tmp_path / "chosen-1.json")
-    overrides = script.overrides_of(what, "static-hybrid, chosen layers", 1, tmp_path, bundled)
+    overrides = training.overrides_of(what, "static-hybrid, chosen layers", 1, tmp_path, bundled)
     assert overrides == ["method=null", "pattern=layers:2,5", f"init_from={bundled}"]
-    assert script.overrides_of(what, "full", 0, tmp_path, bundled) == ["method=full", f"init_from={bundled}"]
+    assert training.overrides_of(what, "full", 0, tmp_path, bundled) == ["method=full", f"init_from={bundled}"]
 
 
 def test_where_chains_are_carried_on():
