@@ -180,16 +180,6 @@ def test_a_tile_that_is_refused_is_told_when_its_turn_comes():
         bad.prepare(SMALL)
 
 
-def test_the_winner_is_the_fastest_that_ran():
-    rows = [{"block": n} for n in (1, 2, 3)]
-    results = [Result("1", missing="no"), Result("2", 1.0, 0.9, 0.9, 0.9), Result("3", 1.0, 0.95, 0.9, 1.0)]
-    best = search.winner(rows, results, SMALL, "a chip")
-    assert best["block"] == 2
-    assert "bench attention --search, a chip, T=128 window=48" in best["source"]
-    with pytest.raises(ConfigError, match="no tile sizes ran for forward"):
-        search.winner(rows[:1], results[:1], SMALL, "a chip")
-
-
 def test_search_on_a_device(monkeypatch, tmp_path):
     """The whole path, on a platform that is said to be a GPU with two tiles to try, timed by a played clock."""
     monkeypatch.setattr(search.jax, "default_backend", lambda: "gpu")
@@ -213,6 +203,10 @@ def test_search_on_a_device(monkeypatch, tmp_path):
     table = json.loads(file.read_text())
     assert [(row["pass"], row["kv_block"]) for row in table["gpu"]] == [("dq", 99), ("dkv", 16)]
     assert table["tpu"] == []
+    assert "bench attention --search, " in table["gpu"][1]["source"]
+    assert ", T=128 window=48 H=4 K=2 batch=1: 0.500 of the time before" in table["gpu"][1]["source"]
+    with pytest.raises(ConfigError, match=r"no tile sizes ran for forward.*: no"):
+        search.winner([{}], [Result("1", missing="no")], SMALL, "a chip")
 
 
 # ---- the command ----

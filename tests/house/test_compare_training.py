@@ -12,6 +12,7 @@ import pytest
 from scripts.compare import measures, runner, training
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.settings import load_config
+from swa_jax.checkpoint.folder import weights_sum
 from swa_jax.checkpoint.named import model_folder
 from swa_jax.data.chains import ChainWords
 from swa_jax.data.tokenizer import load_tokenizer
@@ -131,6 +132,8 @@ def test_each_seed_continues_its_own_model(tmp_path):
     overrides = training.overrides_of(what, "static-hybrid, chosen layers", 1, tmp_path, bundled)
     assert overrides == ["method=null", "pattern=layers:2,5", f"init_from={bundled}"]
     assert training.overrides_of(what, "full", 0, tmp_path, bundled) == ["method=full", f"init_from={bundled}"]
+    options = argparse.Namespace(out=tmp_path, bases=[], tiny=True)
+    assert training.cell(what, "full", 0, options).settings()["base"] == weights_sum(bundled)
 
 
 def test_where_chains_are_carried_on():
@@ -154,24 +157,13 @@ def lines_of(folder):
 
 
 @pytest.mark.long
-def test_swat_from_the_command_line_goes_on_where_it_was(tmp_path):
+def test_swat_from_the_command_line(tmp_path):
     arm = "sigmoid AliRope (-+)"
-    wrong = command("swat", "--only", "sigmoid", "--out", tmp_path)
-    assert wrong.returncode == 1
-    assert "there is no 'sigmoid'" in wrong.stderr
-    first = command("swat", "--tiny", "--seeds", 0, "--only", arm, "--out", tmp_path)
-    assert first.returncode == 0, first.stderr
-    before = lines_of(tmp_path)
-    assert list(before) == [(arm, 0)]
-    assert 6 < before[arm, 0]["values"]["32"] < 8  # log 1024 = 6.9
-    again = command("swat", "--tiny", "--seeds", 0, "--only", arm, "--out", tmp_path)
-    assert again.returncode == 0, again.stderr
-    assert lines_of(tmp_path) == before
+    done = command("swat", "--tiny", "--seeds", 0, "--only", arm, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert 6 < lines_of(tmp_path)[arm, 0]["values"]["32"] < 8  # log 1024 = 6.9
     for picture in ("table-3.png", "loss.png"):
         assert (tmp_path / picture).read_bytes().startswith(PNG)
-    other = command("swat", "--seeds", 0, "--only", arm, "--out", tmp_path)
-    assert other.returncode == 1
-    assert "with other settings: name a new folder by --out" in other.stderr
 
 
 @pytest.mark.long
@@ -201,7 +193,3 @@ def test_swiattn_on_chains_from_the_command_line(tmp_path):
     assert hybrid["values"]["right"] > windowed["values"]["right"]
     for picture in ("loss.png", "right.png", "tokens-swiattn.png"):
         assert (tmp_path / picture).read_bytes().startswith(PNG)
-    base = tmp_path / "runs" / "swiattn-seed-0" / "model"
-    other = command("swiattn-chains", "--tiny", "--seeds", 0, "--only", "swiattn", "--out", tmp_path, "--bases", base)
-    assert other.returncode == 1
-    assert "with other settings: name a new folder by --out" in other.stderr
