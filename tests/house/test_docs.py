@@ -56,7 +56,7 @@ def parse(words: list[str]) -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_links_lead_somewhere(file):
-    """Out of the docs to files: the site offers them as downloads or in the repository, and cannot do so with folders."""
+    """Out of the docs to files alone: the site offers them as downloads or in the repository."""
     for link in LINK.findall(file.read_text()):
         if re.match(r"[a-z]+:", link):
             continue  # another site's
