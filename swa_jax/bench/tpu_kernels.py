@@ -122,9 +122,8 @@ def routed_backward(ratio=0.13, **shape):
 
 
 def rows_together(ratio=0.13, rotated=False, **shape):
-    """The queries and cotangents of the given share of the rows, put together for the pass over the keys outside.
-
-    Keys and a window are left unread. `rotated` as in `window_forward`.
+    """Gathers the queries and cotangents of the share of the rows that is routed, for the pass over the keys outside the
+    window. Keys and a window are left unread. `rotated` as in `window_forward`.
     """
 
     def kernel(call, rows, q, dout, where):
@@ -134,7 +133,7 @@ def rows_together(ratio=0.13, rotated=False, **shape):
 
 
 def rows_added(ratio=0.13, rotated=False, **shape):
-    """Their gradients added to those of all rows, the options being those of `rows_together`."""
+    """Adds the gradients of the routed rows to those of all rows; the options are those of `rows_together`."""
 
     def kernel(call, rows, dq, more, where):
         return add_rows(call, rows, dq, more, ROWS_TILE, where)
@@ -206,7 +205,7 @@ class Executions(NamedTuple):
 
     bodies: tuple[int, ...]  # those with matmuls, the longest first
     rows: int  # other vector code, at the first and the last visit of a row of blocks
-    heads: int  # or whatever number the launch's grid takes from data; the rest runs once a step of the grid
+    heads: int  # or what else is the size of the grid's dimension that is data; other code runs once a step
 
 
 def scalars_are_zero(name: str, packed=False, documents=None, context=None, **shape) -> bool:

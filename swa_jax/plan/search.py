@@ -127,7 +127,6 @@ def search(
     compile_one: Compile,
     *,
     tries: int = TRIES,
-    unrolled: bool = True,
     options: Sequence[tuple[XlaOption, ...]] = XLA_OPTIONS,
     known: Sequence[Tried] = (),
     keep: Callable[[Tried], None] = lambda tried: None,
@@ -138,8 +137,6 @@ def search(
     Args:
       compile_one: the plan of settings; `ConfigError` where they cannot be had.
       tries: settings that are compiled, the configuration's own included; the rest comes after them.
-      unrolled: whether the best settings, and the best with `remat: none`, are also compiled with every layer by
-        itself (`scan_layers: false`).
       known: what an earlier call has compiled, which is not compiled again.
       keep: is given each `Tried` as soon as it is known.
       say: is given a line before and one after each compilation.
@@ -175,7 +172,7 @@ def search(
     while len(tried) < tries and (order := _in_order(guesses, tried, work)):
         run(order[0], guesses[order[0]])
     best = _best(tried)
-    if unrolled and best is not None and best.settings.scan_layers:
+    if best is not None and best.settings.scan_layers:  # every layer by itself, too, and so the best that keeps all
         run(best.settings._replace(scan_layers=False), best.estimate)
         most = COMPUTED_AGAIN * work.chip.hbm_gib * GIB
         keeping = [one for one, guess in guesses.items() if one.remat == "none" and guess.bytes <= most]

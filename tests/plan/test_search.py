@@ -226,7 +226,7 @@ def test_estimates_are_near_the_published_plans(monkeypatch, name):
 
 def test_a_planted_best_is_found_though_the_formula_prefers_others():
     """Everything that keeps `attention` takes three times its estimate, and one of the others half."""
-    work = work_of(config_of(pattern="full"), 8)
+    work = work_of(config_of(pattern="full", scan_layers=False), 8)
     guesses = {one: estimate(work, one) for one in candidates(work.config, work.model, 0, 8)}
     ranked = sorted(guesses, key=lambda one: guesses[one].seconds)
     wrong = ranked[0].remat
@@ -236,7 +236,7 @@ def test_a_planted_best_is_found_though_the_formula_prefers_others():
         factor = 3 if settings.remat == wrong else 0.5 if settings == planted else 1
         return report(guesses[settings].seconds * factor)
 
-    found = search(work, compile_one, tries=8, unrolled=False, options=())
+    found = search(work, compile_one, tries=8, options=())
     assert found.best.settings == planted
     assert len(found.tried) == 8 == len({one.settings for one in found.tried})
     assert found.tried[0].settings == present(work.config, 0, 8)
@@ -245,7 +245,7 @@ def test_a_planted_best_is_found_though_the_formula_prefers_others():
 def test_what_does_not_fit_is_not_compiled_and_teaches(monkeypatch):
     """Everything takes four times the estimated memory: after one refusal only what is small is tried."""
     monkeypatch.setitem(TARGETS, "v5e", dataclasses.replace(TARGETS["v5e"], hbm_gib=1.0))
-    work = work_of(config_of(rows=64, length=8192, pattern="full"), 4)
+    work = work_of(config_of(rows=64, length=8192, pattern="full", scan_layers=False), 4)
     guesses = {one: estimate(work, one) for one in candidates(work.config, work.model, 0, 4)}
     assert any(one.bytes > 1.1 * 2**30 for one in guesses.values())
 
@@ -253,7 +253,7 @@ def test_what_does_not_fit_is_not_compiled_and_teaches(monkeypatch):
         gib = 4 * guesses[settings].bytes / 2**30
         return report(guesses[settings].seconds, gib, fits=gib <= 1)
 
-    found = search(work, compile_one, tries=6, unrolled=False, options=())
+    found = search(work, compile_one, tries=6, options=())
     assert found.best is not None
     assert sum(one.seconds is None for one in found.tried) <= 2
     assert 0 < found.counts["would_fit"] < found.counts["allowed"] == len(guesses)
@@ -303,7 +303,7 @@ def test_what_keeps_everything_may_fit_without_the_loop():
 
 
 def test_options_are_added_to_the_best_and_stay_where_they_help():
-    work = work_of(config_of(), 4)
+    work = work_of(config_of(scan_layers=False), 4)
 
     def compile_one(settings):
         options = dict(settings.xla_options)
@@ -314,7 +314,7 @@ def test_options_are_added_to_the_best_and_stay_where_they_help():
         )
 
     tried = [(("xla_bad", True),), (("xla_refused", True),), (("xla_good", 2),), (("xla_fine", "yes"),)]
-    found = search(work, compile_one, tries=2, unrolled=False, options=tried)
+    found = search(work, compile_one, tries=2, options=tried)
     assert found.best.settings.xla_options == (("xla_good", 2), ("xla_fine", "yes"))
     assert found.best.seconds == pytest.approx(0.85)
     text = describe_search(found, work.config, 0, "v5e:2x2")
@@ -324,8 +324,8 @@ def test_options_are_added_to_the_best_and_stay_where_they_help():
 
 
 def test_a_configuration_that_does_not_suit_the_chips_is_said_and_the_search_goes_on():
-    work = work_of(config_of(rows=2, mesh={"fsdp": 4}), 4)
-    found = search(work, lambda settings: report(1.0), tries=2, unrolled=False, options=())
+    work = work_of(config_of(rows=2, mesh={"fsdp": 4}, scan_layers=False), 4)
+    found = search(work, lambda settings: report(1.0), tries=2, options=())
     assert "cannot be split in 4" in found.refused
     assert len(found.tried) == 2
     assert found.refused in describe_search(found, work.config, 0, "v5e:2x2")
@@ -334,7 +334,8 @@ def test_a_configuration_that_does_not_suit_the_chips_is_said_and_the_search_goe
 
 
 def test_a_search_goes_on_where_it_was_interrupted(tmp_path):
-    work, file, compiled = work_of(config_of(pattern="full"), 8), tmp_path / "search.json", []
+    work, file = work_of(config_of(pattern="full", scan_layers=False), 8), tmp_path / "search.json"
+    compiled: list[RunChanges] = []
     first: list[RunChanges] = []
     key = key_of(work, "v5e:2x4")
 
@@ -348,7 +349,7 @@ def test_a_search_goes_on_where_it_was_interrupted(tmp_path):
 
     def run(**changes):
         results = SearchFile(file, key)
-        found = search(work, compile_one, known=results.tried, keep=results.add, unrolled=False, options=(), **changes)
+        found = search(work, compile_one, known=results.tried, keep=results.add, options=(), **changes)
         results.finish(to_json(found, work.config, 0))
         return found
 
