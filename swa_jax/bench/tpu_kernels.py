@@ -122,8 +122,9 @@ def routed_backward(ratio=0.13, **shape):
 
 
 def rows_together(ratio=0.13, rotated=False, **shape):
-    """Gathers the queries and cotangents of the share of the rows that is routed, for the pass over the keys outside the
-    window. Keys and a window are left unread. `rotated` as in `window_forward`.
+    """Gathers queries and cotangents of the routed share of the rows, for the pass over the keys outside the window.
+
+    Keys and a window are left unread. `rotated` as in `window_forward`.
     """
 
     def kernel(call, rows, q, dout, where):
