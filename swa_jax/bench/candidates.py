@@ -90,16 +90,11 @@ class BenchCase:
     @functools.lru_cache(maxsize=1)  # noqa: B019  (all candidates of a case share them, and the next case drops them)
     def draw(self) -> tuple[jax.Array, ...]:
         """q, k, v and the weights of the sum whose gradients are taken, all normal."""
-        shapes = [
-            (self.q_length, self.heads),
-            (self.length, self.kv_heads),
-            (self.length, self.kv_heads),
-            (self.q_length, self.heads),
-        ]
-        keys = jax.random.split(jax.random.key(0), len(shapes))
+        queries, keys = (self.q_length, self.heads), (self.length, self.kv_heads)
+        seeds, dtype = jax.random.split(jax.random.key(0), 4), jnp.dtype(self.dtype)
         return tuple(
-            jax.random.normal(key, (self.batch, tokens, heads, self.head_dim), jnp.dtype(self.dtype))
-            for key, (tokens, heads) in zip(keys, shapes, strict=True)
+            jax.random.normal(seed, (self.batch, *shape, self.head_dim), dtype)
+            for seed, shape in zip(seeds, (queries, keys, keys, queries), strict=True)
         )
 
 

@@ -101,11 +101,6 @@ class Found:
         return _best(self.tried)
 
 
-def _seconds_of(tried: Tried) -> float:
-    assert tried.seconds is not None
-    return tried.seconds
-
-
 def workload(config: TrainConfig, topology: str, stage: int) -> Workload:
     """What the search is for.
 
@@ -202,7 +197,7 @@ def _as_it_stands(work: Workload) -> tuple[RunChanges | None, str | None]:
 
 
 def _best(tried: Sequence[Tried]) -> Tried | None:
-    return min((one for one in tried if one.seconds is not None), key=_seconds_of, default=None)
+    return min((one for one in tried if one.seconds is not None), key=lambda one: one.seconds or 0.0, default=None)
 
 
 def _in_order(guesses: dict[RunChanges, StepEstimate], tried: list[Tried], work: Workload) -> list[RunChanges]:
