@@ -55,8 +55,9 @@ class Place:
 
 
 class CurriculumRun:
-    """A curriculum, from where it was; `gap`: statements of the prompts that end a stage stand so many tokens apart, or
-    half of a row that is short.
+    """A curriculum, trained from its last checkpoint on.
+
+    `gap`: tokens between the statements of the prompts that end a stage; at most half of a row.
     """
 
     def __init__(self, config: TrainConfig, gap: int = 0):
