@@ -128,10 +128,9 @@ def _counted(
     if step == "train":
         kept = hlo.stacked_outputs(program, model.config.num_hidden_layers) if config.scan_layers else None
     sends = collectives(program, counts, mesh, slices)
-    work = StepWork(
-        step, chip_name(kind) or kind, model.config, model.pattern, model.lora, config.remat, traced.batch["rows"],
-        traced.batch["length"], mesh, slices, traced.zigzag,
-    )  # fmt: skip
+    of_model = model.config, model.pattern, model.lora, config.remat
+    rows, length = traced.batch["rows"], traced.batch["length"]
+    work = StepWork(step, chip_name(kind) or kind, *of_model, rows, length, mesh, slices, traced.zigzag)
     attention = attention_of(work)
     flops = step_flops(work, attention, hlo.matmul_flops(program, counts, mesh["expert"]))
     times = step_time(work, attention, flops["model"], program, counts, sends, shares)

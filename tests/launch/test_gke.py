@@ -11,8 +11,8 @@ from launch import gke
 from launch.settings import main
 
 # The fields of a JobSet (jobset.x-k8s.io/v1alpha2), and of the Kubernetes objects in it, that exist.
-SPEC = {"replicatedJobs", "network", "successPolicy", "failurePolicy", "startupPolicy", "suspend", "coordinator",
-        "managedBy", "ttlSecondsAfterFinished"}  # fmt: skip
+SPEC = {"replicatedJobs", "network", "successPolicy", "failurePolicy", "startupPolicy", "suspend", "coordinator"}
+SPEC |= {"managedBy", "ttlSecondsAfterFinished"}
 JOB = {"parallelism", "completions", "backoffLimit", "podFailurePolicy", "template"}
 
 
