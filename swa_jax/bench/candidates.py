@@ -206,8 +206,8 @@ def _tokamax(case: BenchCase, q, k, v):
 def splash(case: BenchCase, q, k, v, *, interpret: bool = False):
     """The kernel that ships with JAX, its blocks as large as fit."""
     block = math.gcd(case.length, 1024)
-    blocks = {"block_q": block, "block_kv": block, "block_kv_compute": math.gcd(block, 512)}
-    shape = peer_calls.Shape(H=case.heads, T=case.length, window=case.window, **blocks)
+    sizes = peer_calls.Shape(H=case.heads, T=case.length, window=case.window)
+    shape = dataclasses.replace(sizes, block_q=block, block_kv=block, block_kv_compute=math.gcd(block, 512))
     ids = case.segment_ids()
     segments = None if ids is None else peer_calls.segments(peer_calls.JAX_SPLASH, ids[0])
     kernel = peer_calls.jax_splash(shape, interpret=interpret)
