@@ -271,9 +271,8 @@ def as_help(text: str) -> str:
 def run_app(app: typer.Typer, arguments: Sequence[str] | None = None) -> int:
     """The status of a command line. Wrong arguments and expected errors are one sentence, and status 2."""
     try:
-        return typer.main.get_command(app).main(
-            args=None if arguments is None else list(arguments), standalone_mode=False
-        )
+        given = None if arguments is None else list(arguments)
+        return typer.main.get_command(app).main(args=given, standalone_mode=False) or 0
     except Exception as error:
         usage = getattr(error, "format_message", None)  # Typer's errors of arguments
         message = sentence(error) if usage is None else f"{usage().rstrip('.')}; --help says more"

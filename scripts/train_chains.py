@@ -3,13 +3,12 @@
 The curriculum is `configs/chains.yaml`; --config names another, and arguments such as `sliding_window=64` change it. A
 stage ends when the model answers 90 % of the questions of every number of hops that the stage teaches, on prompts that
 training does not see, or when its steps are over. Started again, the run goes on from its last checkpoint. The output
-folder has `log.jsonl`, `state.npz`, which the run goes on from, and models in bfloat16, which every verb of `swa-jax`
-reads: `stage-N/` after each stage, and `model/` when a call ends.
+folder has `log.jsonl`, `checkpoints/`, and models in bfloat16, which every verb of `swa-jax` reads: `stage-N/` after
+each stage, and `model/` when a call ends.
 """
 
 import argparse
 import dataclasses
-import io
 import json
 import shutil
 import sys
@@ -17,14 +16,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
 
 from swa_jax.base.errors import ConfigError, UserError
-from swa_jax.base.files import write_bytes
 from swa_jax.base.settings import load_config
 from swa_jax.checkpoint.folder import save_model
 from swa_jax.data.batches import Batches, make_batches
@@ -37,7 +34,8 @@ from swa_jax.model.decoder import Decoder
 from swa_jax.train.config import StageConfig, TrainConfig
 from swa_jax.train.optimizer import make_optimizer
 from swa_jax.train.patterns import find_start, run_pattern
-from swa_jax.train.step import TrainState, init_state, make_step
+from swa_jax.train.run_checkpoints import RunCheckpoints
+from swa_jax.train.step import TrainState, abstract_state, init_state, make_step
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "chains.yaml"
 PASSED = 0.9
@@ -57,8 +55,9 @@ class Place:
 
 
 class CurriculumRun:
-    """A curriculum, from where it was; `gap`: statements of the prompts that end a stage stand so many tokens apart, or
-    half of a row that is short.
+    """A curriculum, trained from its last checkpoint on.
+
+    `gap`: tokens between the statements of the prompts that end a stage; at most half of a row.
     """
 
     def __init__(self, config: TrainConfig, gap: int = 0):
@@ -70,9 +69,12 @@ class CurriculumRun:
         start = find_start(config)
         self.model = Decoder(start.config, run_pattern(config, start), rngs=nnx.Rngs(config.seed))
         self.place = Place()
-        self.state = init_state(nnx.state(self.model), self._optimizer())
+        self.state: TrainState = init_state(nnx.state(self.model), self._optimizer())
         self.data_state: dict[str, Any] | None = None
-        self._resume()
+        self.checkpoints = RunCheckpoints(self.folder / "checkpoints", keep=1)
+        if self.checkpoints.newest is not None:
+            self.state, saved = self.checkpoints.restore(abstract_state(self.state))
+            self.place, self.data_state = Place(**saved["place"]), saved["data"]
 
     def _optimizer(self) -> optax.GradientTransformation:
         """Its rates are those of the last stage from that stage's beginning on, however early the others ended."""
@@ -97,25 +99,27 @@ class CurriculumRun:
         """Train until the curriculum is over (True), or the minutes are, or the steps."""
         stop = time.monotonic() + 60 * minutes
         last = None if steps is None else self.place.steps + steps
-        while self.place.stage < len(self.config.stages):
+        stopped = False
+        while self.place.stage < len(self.config.stages) and not stopped:
             stage, batches = self.config.stages[self.place.stage], self.batches()
             self.step = make_step(self.model, self._optimizer(), self.config, None)
-            while self.place.inside < stage.steps:
+            over = False
+            while not (over or stopped):
                 self._train_one(next(batches), stage)
-                if self.place.inside % self.config.checkpoint_every == 0 or self.place.inside == stage.steps:
-                    passed = self._check(stage)
+                over = self.place.inside >= stage.steps
+                checked = over or self.place.inside % self.config.checkpoint_every == 0
+                over |= checked and self._check(stage)
+                stopped = time.monotonic() > stop or self.place.steps == last
+                if over:
+                    self.place.stage, self.place.inside, self.data_state = self.place.stage + 1, 0, None
+                    self.keep(f"stage-{self.place.stage}")
+                else:
                     self.data_state = batches.get_state()
-                    self._save()
-                    if passed:
-                        break
-                if time.monotonic() > stop or self.place.steps == last:
-                    self.data_state = batches.get_state()
-                    self._save()
-                    return False
-            self.place.stage, self.place.inside, self.data_state = self.place.stage + 1, 0, None
-            self.keep(f"stage-{self.place.stage}")
-            self._save()
-        return True
+                if over or checked or stopped:
+                    saved = {"place": dataclasses.asdict(self.place), "data": self.data_state}
+                    self.checkpoints.save(self.place.steps, self.state, saved)
+        self.checkpoints.wait()
+        return self.place.stage == len(self.config.stages)
 
     def _train_one(self, batch: dict[str, np.ndarray], stage: StageConfig) -> None:
         start = time.process_time()
@@ -157,26 +161,6 @@ class CurriculumRun:
         if (self.folder / name).exists():
             shutil.rmtree(self.folder / name)
         save_model(model, self.folder / name, tokenizer_from=self.config.tokenizer)
-
-    def _save(self) -> None:
-        buffer = io.BytesIO()
-        place = {"place": dataclasses.asdict(self.place), "data": self.data_state}
-        arrays = {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(self.state))}
-        np.savez(buffer, place=np.array(json.dumps(place)), **arrays)
-        write_bytes(self.folder / "state.npz", buffer.getvalue())
-
-    def _resume(self) -> None:
-        file = self.folder / "state.npz"
-        if not file.exists():
-            return
-        with np.load(file) as saved:
-            place = json.loads(str(saved["place"]))
-            leaves, tree = jax.tree.flatten(self.state)
-            arrays = [jnp.asarray(saved[str(i)]) for i in range(len(leaves))]
-        if [x.shape for x in arrays] != [x.shape for x in leaves]:
-            raise ConfigError(f"{file} is of a model of another shape: name another folder with --output")
-        self.state: TrainState = jax.tree.unflatten(tree, arrays)
-        self.place, self.data_state = Place(**place["place"]), place["data"]
 
 
 def main(arguments: list[str]) -> None:

@@ -103,14 +103,12 @@ def comparison(options: argparse.Namespace) -> Comparison:
         return Comparison("swaa beside", [], lambda _: (table_of_models(models, options.seeds), []))
     size, out = TINY if options.tiny else RunSize(), options.out.resolve()
     prepared = functools.cache(lambda: prepare(options.base, out, size))
-    cells = [
-        Cell(
-            (row.numbers, *key),
-            functools.partial(work, row, *key, out, size, prepared),
-            lambda: dataclasses.asdict(size),
-        )
-        for row, *key in keys(options.seeds)
-    ]
+
+    def cell(row: PatternRow, *key: Any) -> Cell:
+        made = functools.partial(work, row, *key, out, size, prepared)
+        return Cell((row.numbers, *key), made, lambda: dataclasses.asdict(size))
+
+    cells = [cell(*one) for one in keys(options.seeds)]
     return Comparison("swaa", cells, lambda done: (table(done, options.seeds), []))
 
 

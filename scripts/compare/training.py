@@ -149,10 +149,8 @@ def read_curves(run: Path) -> dict[str, list]:
 
 
 def report(name: str, done: Done, out: Path) -> tuple[str, list[tuple[str, str]]]:
-    what, lines = (
-        declared(name),
-        [line | dict(zip(("arm", "seed"), line["cell"], strict=True)) for line in done.values()],
-    )
+    what = declared(name)
+    lines = [line | dict(zip(("arm", "seed"), line["cell"], strict=True)) for line in done.values()]
     runs = {arm: sorted((r for r in lines if r["arm"] == arm), key=lambda run: run["seed"]) for arm in what["arms"]}
     runs = {arm: of for arm, of in runs.items() if of}
     if not runs:

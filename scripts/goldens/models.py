@@ -150,7 +150,8 @@ def legacy_config(config: dict) -> dict:
     legacy["torch_dtype"] = legacy.pop("dtype")
     legacy["transformers_version"] = "4.46.0"
     wanted = read_config(config)
-    for key in ("head_dim", "num_key_value_heads", "layer_types"):
+    may_follow = ("head_dim", "num_key_value_heads", "layer_types")
+    for key in may_follow:
         if key == "layer_types" and config["model_type"] == "exaone4" and config["sliding_window"] is None:
             continue  # its class divides by zero without
         without = {other: value for other, value in legacy.items() if other != key}
@@ -158,15 +159,7 @@ def legacy_config(config: dict) -> dict:
             legacy = without
     reread = read_config(legacy)
     reread.rope_parameters.pop("type", None)  # transformers adds rope_type and keeps this one
-    same = (
-        "rope_parameters",
-        "sliding_window",
-        "layer_types",
-        "head_dim",
-        "num_key_value_heads",
-        "tie_word_embeddings",
-    )
-    for key in same:
+    for key in ("rope_parameters", "sliding_window", *may_follow, "tie_word_embeddings"):
         old, new = getattr(reread, key, None), getattr(wanted, key, None)
         assert old == new, f"legacy_config.json changes {key} from {new} to {old}"
     return legacy

@@ -250,15 +250,7 @@ def index(folder: Path, rng: random.Random, secret: Path) -> str:
 
 def links(folder: Path, rng: random.Random, secret: Path) -> str:
     """A file of the folder is a link, a folder, a pipe, or cannot be read."""
-    names = [
-        *KEYS["companions"],
-        "config.json",
-        "merges.txt",
-        "chat_template.jinja",
-        "pattern.json",
-        "model.safetensors",
-    ]
-    file = folder / rng.choice([*names, "model.safetensors.index.json", "hf_quant_config.json"])
+    file = folder / rng.choice([*KEYS["companions"], *KEYS["others"]])
     kind = rng.choice(["secret", "secret", "relative", "dangling", "loop", "folder", "pipe", "inside", "null", "etc"])
     kept = file.read_bytes() if file.is_file() else None
     if file.exists():

@@ -6,7 +6,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import sys
+from pathlib import Path
 
+from swa_jax.base.errors import ConfigError
+
+GIB = 2**30
 # libtpu only compiles here: it must not look for chips, nor fill the disk and the terminal with logs.
 COMPILE_ONLY = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -91,6 +97,15 @@ CHIPS = {
 }
 TARGETS = {name: chip.target for name, chip in CHIPS.items() if chip.target is not None}
 CLOUD = {chip.cloud.generation: chip.cloud for chip in CHIPS.values() if chip.cloud is not None}
+
+
+def check_libtpu() -> None:
+    """Raises `ConfigError` where libtpu is not installed."""
+    if importlib.util.find_spec("libtpu") is None:
+        raise ConfigError(
+            "libtpu is not installed, which compiles for TPUs on any Linux host; "
+            f"install it with: {Path(sys.executable).name} -m pip install 'jax[tpu]'"
+        )
 
 
 def chip_name(device_kind: str) -> str | None:

@@ -1,7 +1,7 @@
 """Times attention on this machine's device, this library beside its peers, as ratios from one interleaved run.
 
 All candidates of a case are compiled, held against one another, and then take turns: in each round every one runs once,
-in an order that turns with the round. A peer's ratio in a round is its time over ours; reported are the median over
+in an order that changes with the round. A peer's ratio in a round is its time over ours; reported are the median over
 the rounds and the quartiles. What disagrees with the others is not timed, and what fails says why.
 """
 
@@ -87,8 +87,8 @@ def measure(case: BenchCase, contestants: Sequence[Candidate], rounds: int) -> R
         except Exception as error:  # what refuses a case must not end the run
             missing[candidate.name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             continue
-        if expected is not None and (apart := distance(expected, result)) > AGREEMENT[case.dtype]:
-            missing[candidate.name] = f"differs from {next(iter(runners))} by {apart:.1e} of its norm"
+        if expected is not None and (differs := distance(expected, result)) > AGREEMENT[case.dtype]:
+            missing[candidate.name] = f"differs from {next(iter(runners))} by {differs:.1e} of its norm"
             continue
         expected = result if expected is None else expected
         runners[candidate.name] = _repeated(run, candidate)
@@ -110,8 +110,8 @@ def distance(expected: Sequence[np.ndarray], actual: Sequence[np.ndarray]) -> fl
     """The largest relative difference of two lists of arrays, by norm; infinite where one is not finite."""
     worst = 0.0
     for a, b in zip(expected, actual, strict=True):
-        apart = float(np.linalg.norm((a - b).ravel()) / max(np.linalg.norm(a.ravel()), 1e-30))
-        worst = max(worst, apart if np.isfinite(apart) else float("inf"))
+        share = float(np.linalg.norm((a - b).ravel()) / max(np.linalg.norm(a.ravel()), 1e-30))
+        worst = max(worst, share if np.isfinite(share) else float("inf"))
     return worst
 
 

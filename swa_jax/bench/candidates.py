@@ -21,6 +21,7 @@ import numpy as np
 from pallas_kernels import AttentionSpec, alibi_slopes, attention, decode_attention, routed_attention
 from pallas_kernels.dispatch import current_device
 from pallas_kernels.request import Op, Request
+from swa_jax.bench import peer_calls
 from swa_jax.bench.tpu_kernels import routed_rows
 
 PASSES = ("forward", "forward+backward", "decode")
@@ -89,16 +90,11 @@ class BenchCase:
     @functools.lru_cache(maxsize=1)  # noqa: B019  (all candidates of a case share them, and the next case drops them)
     def draw(self) -> tuple[jax.Array, ...]:
         """q, k, v and the weights of the sum whose gradients are taken, all normal."""
-        shapes = [
-            (self.q_length, self.heads),
-            (self.length, self.kv_heads),
-            (self.length, self.kv_heads),
-            (self.q_length, self.heads),
-        ]
-        keys = jax.random.split(jax.random.key(0), len(shapes))
+        queries, keys = (self.q_length, self.heads), (self.length, self.kv_heads)
+        seeds, dtype = jax.random.split(jax.random.key(0), 4), jnp.dtype(self.dtype)
         return tuple(
-            jax.random.normal(key, (self.batch, tokens, heads, self.head_dim), jnp.dtype(self.dtype))
-            for key, (tokens, heads) in zip(keys, shapes, strict=True)
+            jax.random.normal(seed, (self.batch, *shape, self.head_dim), dtype)
+            for seed, shape in zip(seeds, (queries, keys, keys, queries), strict=True)
         )
 
 
@@ -209,28 +205,12 @@ def _tokamax(case: BenchCase, q, k, v):
 
 def splash(case: BenchCase, q, k, v, *, interpret: bool = False):
     """The kernel that ships with JAX, its blocks as large as fit."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-
-    shape = (case.length, case.length)
-    mask = masks.CausalMask(shape) if case.window is None else masks.LocalMask(shape, (case.window - 1, 0), 0)
     block = math.gcd(case.length, 1024)
-    compute = math.gcd(block, 512)
+    sizes = peer_calls.Shape(H=case.heads, T=case.length, window=case.window)
+    shape = dataclasses.replace(sizes, block_q=block, block_kv=block, block_kv_compute=math.gcd(block, 512))
     ids = case.segment_ids()
-    segments = None if ids is None else kernels.SegmentIds(ids[0], ids[0])
-    kernel = kernels.make_splash_mha_single_device(
-        masks.MultiHeadMask([mask] * case.heads),
-        block_sizes=kernels.BlockSizes(
-            block_q=block,
-            block_kv=block,
-            block_kv_compute=compute,
-            block_q_dkv=block,
-            block_kv_dkv=block,
-            block_kv_dkv_compute=compute,
-            use_fused_bwd_kernel=True,
-        ),
-        interpret=interpret,
-    )
+    segments = None if ids is None else peer_calls.segments(peer_calls.JAX_SPLASH, ids[0])
+    kernel = peer_calls.jax_splash(shape, interpret=interpret)
     q = q * jnp.asarray(case.head_dim**-0.5, q.dtype)
     one_row = functools.partial(kernel, segment_ids=segments)
     return jax.vmap(one_row)(*(x.swapaxes(1, 2) for x in (q, k, v))).swapaxes(1, 2)

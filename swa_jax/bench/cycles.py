@@ -7,8 +7,6 @@ instead: the bundles of each block (`bundles`) times how often `swa_jax.bench.tp
 """
 
 import dataclasses
-import difflib
-import importlib.util
 import json
 import math
 import os
@@ -20,8 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from swa_jax.base.chips import COMPILE_ONLY, TARGETS
+from swa_jax.base.chips import COMPILE_ONLY, TARGETS, check_libtpu
 from swa_jax.base.errors import ConfigError
+from swa_jax.base.settings import nearest
 from swa_jax.bench import peer_calls, tpu_kernels
 from swa_jax.bench.bundles import Code, read_code
 from swa_jax.bench.tpu_kernels import Executions
@@ -49,25 +48,22 @@ class CycleCount:
     kernels: tuple[str, ...] = ()  # names of the ops that are Pallas kernels
 
     @property
-    def kernel_cycles_per_1024(self) -> float | None:
-        """As `cycles_per_1024`, of the kernels alone, without what XLA does around them."""
-        cycles = [op.cycles for op in self.ops if op.name in self.kernels]
-        if not cycles or None in cycles or self.queries < 1024:
-            return None
-        return sum(cycles) * 1024 / self.queries  # type: ignore[arg-type]
-
-    @property
     def cycles(self) -> int | None:
         """Cycles of the whole program; None unless every op has a figure."""
-        cycles = [op.cycles for op in self.ops]
-        return None if not cycles or None in cycles else sum(cycles)  # type: ignore[arg-type]
+        return _sum(self.ops)
 
     @property
     def cycles_per_1024(self) -> float | None:
         """Cycles per 1024 query rows and head; None where there are fewer rows than that."""
-        if self.cycles is None or self.queries < 1024:
-            return None
-        return self.cycles * 1024 / self.queries
+        return self._per_1024(self.cycles)
+
+    @property
+    def kernel_cycles_per_1024(self) -> float | None:
+        """As `cycles_per_1024`, of the kernels alone, without what XLA does around them."""
+        return self._per_1024(_sum([op for op in self.ops if op.name in self.kernels]))
+
+    def _per_1024(self, cycles: int | None) -> float | None:
+        return None if cycles is None or self.queries < 1024 else cycles * 1024 / self.queries
 
     @property
     def milliseconds(self) -> float | None:
@@ -86,6 +82,11 @@ class CycleCount:
             "ops": [op._asdict() for op in self.ops],
             "notes": list(self.notes),
         }
+
+
+def _sum(ops: Sequence[Op]) -> int | None:
+    cycles = [op.cycles for op in ops if op.cycles is not None]
+    return sum(cycles) if ops and len(cycles) == len(ops) else None
 
 
 def read_settings(items: Sequence[str]) -> dict[str, Any]:
@@ -108,19 +109,15 @@ def check(functions: Sequence[str], chips: Sequence[str], settings: dict[str, An
     for given, choices, what in ((functions, known, "function"), (chips, TARGETS, "chip")):
         for name in given:
             if name not in choices:
-                raise ConfigError(_unknown(what, name, list(choices)))
+                raise ConfigError(f"unknown {what} '{name}'{nearest(name, list(choices))}")
     for function in functions:
         if function in peer_calls.FUNCTIONS:
             peer_calls.check_installed(function)
         allowed = (peer_calls if function in peer_calls.FUNCTIONS else tpu_kernels).settings(function)
         for name in settings:
             if name not in allowed:
-                raise ConfigError(_unknown(f"setting of {function}", name, allowed))
-    if importlib.util.find_spec("libtpu") is None:
-        raise ConfigError(
-            "libtpu is not installed, which compiles for TPUs on any Linux host; "
-            f"install it with: {Path(sys.executable).name} -m pip install 'jax[tpu]'"
-        )
+                raise ConfigError(f"unknown setting of {function} '{name}'{nearest(name, allowed)}")
+    check_libtpu()
 
 
 def measure(function: str, chip: str, settings: dict[str, Any]) -> CycleCount:
@@ -249,9 +246,3 @@ def _simulated(folder: Path) -> dict[str, int]:
         for name, count in _ESTIMATE.findall(file.read_text(errors="replace")):
             cycles[name] = cycles.get(name, 0) + int(count)
     return cycles
-
-
-def _unknown(what: str, name: str, choices: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, choices, 1)
-    hint = f": did you mean {near[0]}?" if near else "."
-    return f"unknown {what} '{name}'{hint} The choices are: {', '.join(choices)}"

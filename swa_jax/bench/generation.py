@@ -63,16 +63,14 @@ def measure(
                 progress(number * len(deployed) + place + 1, (rounds + 1) * len(deployed))
     rows = []
     for one in deployed:
-        prefill_seconds, decode_seconds = (
-            float(np.median(seconds)) for seconds in (one.prefill_seconds, one.decode_seconds)
-        )
+        first, rest = (float(np.median(seconds)) for seconds in (one.prefill_seconds, one.decode_seconds))
         rows.append(
             {
                 "ratio": one.ratio,
                 "windowed_heads": one.windowed_heads,
                 "kv_cache_bytes": held[one.ratio] // batch_size,
-                "prefill_tokens_per_second": batch_size * length / prefill_seconds,
-                "decode_tokens_per_second": batch_size * (new_tokens - 1) / decode_seconds,
+                "prefill_tokens_per_second": batch_size * length / first,
+                "decode_tokens_per_second": batch_size * (new_tokens - 1) / rest,
             }
         )
     for row in rows:

@@ -25,7 +25,7 @@ TOKAMAX_SPLASH = "tokamax._src.ops.experimental.tpu.splash_attention"
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """H query heads, K KV heads, T tokens, D head_dim; `window` None is full; blocks as the peers name them."""
+    """H query heads, K KV heads, T tokens, D head_dim; `window` None is full."""
 
     H: int = 1
     K: int = 1
@@ -50,36 +50,26 @@ class Shape:
         return jax.ShapeDtypeStruct((self.T,), jnp.int32)
 
     def blocks(self) -> dict[str, int]:
-        return {
-            "block_q": self.block_q,
-            "block_kv": self.block_kv,
-            "block_kv_compute": self.block_kv_compute,
-            "block_q_dkv": self.block_q,
-            "block_kv_dkv": self.block_kv,
-            "block_kv_dkv_compute": self.block_kv_compute,
-        }
+        """As the peers name them, for the forward and the backward pass."""
+        q, kv, compute = self.block_q, self.block_kv, self.block_kv_compute
+        forward = {"block_q": q, "block_kv": kv, "block_kv_compute": compute}
+        return forward | {"block_q_dkv": q, "block_kv_dkv": kv, "block_kv_dkv_compute": compute}
 
 
-def jax_splash(shape: Shape, save_residuals: bool = False) -> Any:
+def jax_splash(shape: Shape, **options: bool) -> Any:
     """JAX's splash attention, its backward pass in one kernel."""
     kernels, masks = _modules(JAX_SPLASH)
     mask = masks.MultiHeadMask([_mask(masks, shape)] * shape.H)  # they share one table
     sizes = kernels.BlockSizes(**shape.blocks(), use_fused_bwd_kernel=True)
-    return kernels.make_splash_mha_single_device(mask, block_sizes=sizes, save_residuals=save_residuals)
+    return kernels.make_splash_mha_single_device(mask, block_sizes=sizes, **options)
 
 
-def tokamax_splash(shape: Shape, save_residuals: bool = False) -> Any:
+def tokamax_splash(shape: Shape, **options: bool) -> Any:
     """tokamax's splash attention, which has other code for blocks that need no mask."""
     kernels, masks = _modules(TOKAMAX_SPLASH)
-    head_dim_minor = kernels.QKVLayout.HEAD_DIM_MINOR
-    config = kernels.SplashConfig(
-        **shape.blocks(),
-        q_layout=head_dim_minor,
-        k_layout=head_dim_minor,
-        v_layout=head_dim_minor,
-        dq_reduction_steps=3,
-    )
-    return kernels.make_splash_mha_single_device(_mask(masks, shape), config=config, save_residuals=save_residuals)
+    layouts = dict.fromkeys(("q_layout", "k_layout", "v_layout"), kernels.QKVLayout.HEAD_DIM_MINOR)
+    config = kernels.SplashConfig(**shape.blocks(), **layouts, dq_reduction_steps=3)
+    return kernels.make_splash_mha_single_device(_mask(masks, shape), config=config, **options)
 
 
 MAKERS: dict[str, tuple[Callable[..., Any], str]] = {
@@ -99,7 +89,8 @@ def _mask(masks: Any, shape: Shape) -> Any:
     return masks.CausalMask(size) if shape.window is None else masks.LocalMask(size, (shape.window - 1, 0), 0)
 
 
-def _segments(package: str, ids: jax.Array) -> Any:
+def segments(package: str, ids: jax.Array) -> Any:
+    """A row's segment ids [T] as a peer takes them."""
     return _modules(package)[0].SegmentIds(ids, ids)
 
 
@@ -110,7 +101,7 @@ def forward(name: str, **settings: Any) -> tuple[Callable[..., Any], tuple[Any, 
     kernel = make(shape, save_residuals=True)
 
     def function(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> Any:
-        return kernel(q, k, v, _segments(package, ids)) if shape.packed else kernel(q, k, v)
+        return kernel(q, k, v, segments(package, ids)) if shape.packed else kernel(q, k, v)
 
     return function, (shape.queries, shape.keys, shape.keys, shape.ids)
 
@@ -122,8 +113,8 @@ def backward(name: str, **settings: Any) -> tuple[Callable[..., Any], tuple[Any,
     kernel = make(shape)
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> Any:
-        segments = _segments(package, ids) if shape.packed else None
-        return jax.vjp(lambda q, k, v: kernel(q, k, v, segments), q, k, v)[1]
+        given = segments(package, ids) if shape.packed else None
+        return jax.vjp(lambda q, k, v: kernel(q, k, v, given), q, k, v)[1]
 
     pullback = jax.eval_shape(run, shape.queries, shape.keys, shape.keys, shape.ids)
     return lambda dout, pullback: pullback(dout), (shape.queries, pullback)

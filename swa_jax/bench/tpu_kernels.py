@@ -65,14 +65,14 @@ def window_forward(packed=False, documents=None, cut=0, full_from=None, rotated=
     outside the window. An average over documents is one of the three figures. With `rotated`, the kernel rotates the
     queries (RoPE).
     """
-    options = {"packed": packed or documents is not None, "documents": documents}
-    return _bench({"window": 1024} | shape, **options, cut=cut, full_from=full_from, rotated=rotated)
+    options = {"packed": packed, "documents": documents, "cut": cut, "full_from": full_from, "rotated": rotated}
+    return _bench({"window": 1024} | shape, **options)
 
 
 def window_backward(packed=False, documents=None, cut=0, full_from=None, rotated=False, **shape):
     """dq, dk and dv of window attention; the options are those of `window_forward`."""
-    options = {"packed": packed or documents is not None, "documents": documents, "rotated": rotated}
-    return _bench({"window": 1024} | shape, **options, cut=cut, full_from=full_from, backward=True)
+    options = {"packed": packed, "documents": documents, "cut": cut, "full_from": full_from, "rotated": rotated}
+    return _bench({"window": 1024} | shape, **options, backward=True)
 
 
 def full_forward(packed=False, documents=None, context=None, rotated=False, **shape):
@@ -82,14 +82,14 @@ def full_forward(packed=False, documents=None, context=None, rotated=False, **sh
     `context`, the queries are those of the first of so many devices that share a row in zig-zag order. `rotated` as in
     `window_forward`.
     """
-    packed = packed or documents is not None
-    return _bench(shape | {"window": None}, packed=packed, context=context, rotated=rotated)
+    options = {"packed": packed, "documents": documents, "context": context, "rotated": rotated}
+    return _bench(shape | {"window": None}, **options)
 
 
 def full_backward(packed=False, documents=None, context=None, rotated=False, **shape):
     """dq, dk and dv of full causal attention; a window is left unread. The options are those of `full_forward`."""
-    packed = packed or documents is not None
-    return _bench(shape | {"window": None}, packed=packed, context=context, rotated=rotated, backward=True)
+    options = {"packed": packed, "documents": documents, "context": context, "rotated": rotated}
+    return _bench(shape | {"window": None}, **options, backward=True)
 
 
 def sigmoid_forward(**shape):
@@ -112,8 +112,8 @@ def routed_forward(packed=False, documents=None, context=None, rotated=False, **
 
     `context` and `rotated` as in `full_forward`.
     """
-    shape, packed = {"window": 1024, "T": 8192} | shape, packed or documents is not None
-    return _bench(shape, packed=packed, context=context, rotated=rotated, branches=True)
+    options = {"packed": packed, "documents": documents, "context": context, "rotated": rotated}
+    return _bench({"window": 1024, "T": 8192} | shape, **options, branches=True)
 
 
 def routed_backward(ratio=0.13, **shape):
@@ -122,7 +122,7 @@ def routed_backward(ratio=0.13, **shape):
 
 
 def rows_together(ratio=0.13, rotated=False, **shape):
-    """The queries and cotangents of the given share of the rows, put together for the pass over the keys outside.
+    """Gathers queries and cotangents of the routed share of the rows, for the pass over the keys outside the window.
 
     Keys and a window are left unread. `rotated` as in `window_forward`.
     """
@@ -134,7 +134,7 @@ def rows_together(ratio=0.13, rotated=False, **shape):
 
 
 def rows_added(ratio=0.13, rotated=False, **shape):
-    """Their gradients added to those of all rows, the options being those of `rows_together`."""
+    """Adds the gradients of the routed rows to those of all rows; the options are those of `rows_together`."""
 
     def kernel(call, rows, dq, more, where):
         return add_rows(call, rows, dq, more, ROWS_TILE, where)
@@ -206,7 +206,7 @@ class Executions(NamedTuple):
 
     bodies: tuple[int, ...]  # those with matmuls, the longest first
     rows: int  # other vector code, at the first and the last visit of a row of blocks
-    heads: int  # or whatever number the launch's grid takes from data; the rest runs once a step of the grid
+    heads: int  # or what else is the size of the grid's dimension that is data; other code runs once a step
 
 
 def scalars_are_zero(name: str, packed=False, documents=None, context=None, **shape) -> bool:
@@ -215,26 +215,23 @@ def scalars_are_zero(name: str, packed=False, documents=None, context=None, **sh
     return one_document and name.startswith(("full", "routed_forward"))
 
 
-def executions(name: str, kind: str, **shape) -> dict[str, Executions]:
+def executions(
+    name: str, kind: str, packed=False, documents=None, full_from=None, context=None, **shape
+) -> dict[str, Executions]:
     """Counts for those kernels of `FUNCTIONS[name](**shape)` whose schedule the shape decides, by the kernel's name.
 
     Args:
       kind: the kind of device, whose tiles they have.
     """
-    backward, context = name.endswith("_backward"), shape.pop("context", None)
+    backward, hybrid = name.endswith("_backward"), name == "head_hybrid_forward"
+    shape = {option: value for option, value in shape.items() if option not in ("cut", "rotated")}  # no other schedule
     if name.startswith("routed"):
         return {}  # the gates decide
     if name == "decode":
         return _decoding(kind, **shape)
     if name.startswith("rows"):
         return {name: _of_rows(arrays=2 if name == "rows_together" else 1, **shape)}
-    hybrid = name == "head_hybrid_forward"
-    rho = shape.pop("rho", 0.75) if hybrid else None
-    packed, documents = shape.pop("packed", False), shape.pop("documents", None)
-    for option in ("cut", "rotated"):  # which leave the schedule as it is
-        shape.pop(option, None)
-    full_from = shape.pop("full_from", None)
-    defaults = {"H": 8, "K": 8} if hybrid else {}
+    defaults, rho = {"H": 8, "K": 8} if hybrid else {}, shape.pop("rho", 0.75)
     window = {"window": None} if name.startswith("full") else {}
     H, K, T, D, dtype, spec, tiles = _read({"window": 1024} | defaults | shape | window)
     ids = jnp.asarray(segment_ids(T, documents)) if packed or documents is not None else None
@@ -247,7 +244,7 @@ def executions(name: str, kind: str, **shape) -> dict[str, Executions]:
     given = Given(D, dtype, kind, hybrid)
     call = _call(spec, where, given, tiles, context=context)
     launches = _launches(call, where, given, tiles)
-    windowed = H if rho is None else round(rho * K) * H // K
+    windowed = round(rho * K) * H // K if hybrid else H
     served = {"all": H, "windowed": windowed, "full": H - windowed}
     counts = dict[str, Executions]()
     for launch in launches.backward if backward else launches.forward:
@@ -289,7 +286,7 @@ def _of_full_rows(
     return {launch.kernel: Executions(bodies, max(heads * steps, kv_heads * written), steps + written)}
 
 
-def _of_rows(arrays: int, ratio=0.13, rotated=False, **shape) -> Executions:
+def _of_rows(arrays: int, ratio=0.13, **shape) -> Executions:
     H, _, T, D, *_ = _read(ROWS | shape)
     visits = int(choose(jnp.asarray(routed_rows(T, ratio)[None]), ROWS_TILE).totals[0])
     # The bodies for numbers that are not finite do not run.
@@ -426,6 +423,7 @@ def _bench(
     row = jax.ShapeDtypeStruct((1, H, 8 if backward else 1, q_length), jnp.float32)
     ids = jax.ShapeDtypeStruct((1, T), jnp.int32)
     by_token = _tables(rotated, q_length, D)
+    packed = packed or documents is not None
 
     def function(q, k, v, head_bias, ids, *others):
         tables, cotangents = others[: len(by_token)], others[len(by_token) :]

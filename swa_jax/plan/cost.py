@@ -50,6 +50,7 @@ from swa_jax.model.sequence_order import in_zigzag
 from swa_jax.model.sharding import Partition
 from swa_jax.plan.candidates import RunChanges
 from swa_jax.plan.kernels import busiest_device, kernels
+from swa_jax.plan.step_time import ROUTED_SHARE
 from swa_jax.train.config import StageConfig, TrainConfig
 
 # Over what a layer's backward pass needs, forward and backward together: 4 to 14 in docs/plans.
@@ -86,7 +87,6 @@ class Workload:
     pattern: AttentionPattern
     chip_name: str  # of `CHIPS`, such as "v5e"
     devices: int  # of all slices
-    routed_share: float = 1.0  # of the tokens, that routed layers send to full attention
 
     @property
     def stage(self) -> StageConfig:
@@ -114,7 +114,7 @@ class Workload:
     def attention(self) -> tuple[np.ndarray, float, float]:
         """Forward operations of each token of a row [T], and a token's mean seconds forward and backward."""
         positions = np.arange(self.stage.sequence_length)
-        found = kernels(self.chip_name, self.model, self.pattern, positions, backward_ratio=self.routed_share)
+        found = kernels(self.chip_name, self.model, self.pattern, positions, backward_ratio=ROUTED_SHARE)
         flops = np.sum([one.forward for one in found.flops.values()], axis=0)
         forward = sum(float(one.forward.mean()) for one in found.seconds.values())
         return flops, forward, sum(float(one.backward.mean()) for one in found.seconds.values())

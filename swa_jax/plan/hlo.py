@@ -10,10 +10,9 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-ITEM_BYTES = {
-    "pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8,
-    "u64": 8, "f64": 8,
-}  # fmt: skip
+ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+ITEM_BYTES |= {"s64": 8, "u64": 8, "f64": 8}
+PRODUCTS = ("convolution", "dot")  # of matrices, as the TPU compiler spells them
 NO_ESTIMATE = 2**62  # cycles: what stands for "not known"
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
@@ -221,7 +220,7 @@ def matmul_flops(program: HloProgram, counts: dict[str, float], expert_devices: 
     for computation in program.computations.values():
         for instruction in computation.instructions.values():
             experts = is_expert_product(instruction)
-            if instruction.opcode in ("convolution", "dot") or experts:
+            if instruction.opcode in PRODUCTS or experts:
                 names = instruction.operands[-2:] if experts else instruction.operands[:2]
                 types = (*(computation.instructions[name].type for name in names), instruction.type)
                 arrays = [shapes(type_)[0][1] for type_ in types]
@@ -258,11 +257,7 @@ def cycles_by_part(program: HloProgram, counts: dict[str, float], scope: str) ->
                 inner = called.instructions.values() if called else ()
                 members = [instruction, *(member for member in inner if member.opcode != "constant")]
                 in_scope = [f"/{scope}/" in _traced_as(member) for member in members]
-                products = [
-                    inside
-                    for member, inside in zip(members, in_scope, strict=True)
-                    if member.opcode in ("convolution", "dot")
-                ]
+                products = [inside for one, inside in zip(members, in_scope, strict=True) if one.opcode in PRODUCTS]
                 is_product = bool(products) and not all(products)
                 parts["matmuls" if is_product else scope if any(in_scope) else "other"] += cycles
     return parts

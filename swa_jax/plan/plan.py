@@ -23,14 +23,13 @@ from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from swa_jax.base.chips import COMPILE_ONLY, TARGETS, Target, chip_name, find_chip
+from swa_jax.base.chips import COMPILE_ONLY, GIB, TARGETS, Target, check_libtpu, chip_name, find_chip
 from swa_jax.base.errors import CheckpointError, ConfigError
 from swa_jax.model.attention import kinds_of
 from swa_jax.model.cache import POOL, allocate, cache_layouts
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.flops import some_positions, work_by_position
 from swa_jax.model.generate import check_generation
-from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.lora import trained_and_frozen, with_lora
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sequence_order import in_zigzag
@@ -43,8 +42,6 @@ from swa_jax.train.config import StageConfig, TrainConfig
 from swa_jax.train.optimizer import make_optimizer
 from swa_jax.train.patterns import Start, find_start, stage_patterns
 from swa_jax.train.step import TrainState, init_state, make_step
-
-GIB = 2**30
 
 
 class TracedStep(NamedTuple):
@@ -84,7 +81,7 @@ def plan(
     slices = config.mesh.slices if step == "train" else 1
     devices = topology_devices(topology, slices)
     kind = devices[0].device_kind
-    target, _ = target_of(kind)
+    target = target_of(kind)
     start = planned_start(config)
     if step == "train":
         check_options(config.xla_options, devices[0])
@@ -131,24 +128,22 @@ def _counted(
     if step == "train":
         kept = hlo.stacked_outputs(program, model.config.num_hidden_layers) if config.scan_layers else None
     sends = collectives(program, counts, mesh, slices)
-    work = StepWork(
-        step, chip_name(kind) or kind, model.config, model.pattern, model.lora, config.remat, traced.batch["rows"],
-        traced.batch["length"], mesh, slices, traced.zigzag,
-    )  # fmt: skip
+    of_model = model.config, model.pattern, model.lora, config.remat
+    rows, length = traced.batch["rows"], traced.batch["length"]
+    work = StepWork(step, chip_name(kind) or kind, *of_model, rows, length, mesh, slices, traced.zigzag)
     attention = attention_of(work)
     flops = step_flops(work, attention, hlo.matmul_flops(program, counts, mesh["expert"]))
     times = step_time(work, attention, flops["model"], program, counts, sends, shares)
     if uncounted := hlo.uncounted_loops(program, counts):
         times["assumptions"].append(f"{uncounted} loops whose number of runs is not in the program are counted once")
-    memory = _memory(compiled.memory_analysis(), held, kept, target_of(kind)[0])
+    memory = _memory(compiled.memory_analysis(), held, kept, target_of(kind))
     return {"memory": memory, "collectives": _by_kind(sends), "flops": flops, "time": times}
 
 
 def _by_position(traced: TracedStep) -> list[dict[str, Any]]:
     """The work for one token, of the whole model."""
     config, pattern = traced.model.config, traced.model.pattern
-    routed = ROUTED_SHARE if SWITCH in pattern.layer_types else 1.0
-    rows = work_by_position(config, pattern, some_positions(traced.batch["length"]), routed)
+    rows = work_by_position(config, pattern, some_positions(traced.batch["length"]), ROUTED_SHARE)
     return [row._asdict() for row in rows]
 
 
@@ -175,12 +170,7 @@ def topology_devices(name: str, slices: int = 1) -> list[Any]:
     """
     for variable, value in COMPILE_ONLY.items():
         os.environ.setdefault(variable, value)
-    try:
-        importlib.metadata.version("libtpu")
-    except importlib.metadata.PackageNotFoundError:
-        raise ConfigError(
-            "compiling for a TPU needs the package libtpu, which is not installed: pip install libtpu (Linux, x86-64)"
-        ) from None
+    check_libtpu()
     try:
         with _silent_stderr():
             known_as = name.replace("v7x:", "tpu7x:")  # the other tools' name for it
@@ -195,12 +185,12 @@ def topology_devices(name: str, slices: int = 1) -> list[Any]:
     return devices
 
 
-def target_of(device_kind: str) -> tuple[Target, float]:
-    """What is known of a TPU that is compiled for, and its peak in operations a second."""
+def target_of(device_kind: str) -> Target:
+    """What is known of a TPU that is compiled for."""
     chip = find_chip(device_kind)
     if chip is None or chip.target is None:
         raise ConfigError(f"no plan can be made for {device_kind}; known: {', '.join(TARGETS)}")
-    return chip.target, chip.peak_flops
+    return chip.target
 
 
 @contextlib.contextmanager

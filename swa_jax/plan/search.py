@@ -15,19 +15,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from swa_jax.base.chips import chip_name
+from swa_jax.base.chips import GIB, chip_name
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.files import START_OVER, check_content, read_document, sum_of_json, write_json
 from swa_jax.base.settings import to_dict
 from swa_jax.plan.candidates import RunChanges, XlaOption, candidates, present, refusal
 from swa_jax.plan.cost import StepEstimate, Workload, estimate
 from swa_jax.plan.plan import check_stage, planned_start, topology_devices
-from swa_jax.plan.step_time import ROUTED_SHARE
 from swa_jax.train.compiler import check_options
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.patterns import stage_patterns
 
-GIB = 2**30
 MARGIN = 1.1  # of a chip's memory: an estimate above it is not compiled, as long as nothing has corrected it
 # Times a chip's memory, by estimate: without the loop over layers, the compiler computes again what does not fit. That
 # has brought SWAT 340M with `remat: none` from an estimate of 2.5 times to 0.97 (docs/plans).
@@ -103,11 +101,6 @@ class Found:
         return _best(self.tried)
 
 
-def _seconds_of(tried: Tried) -> float:
-    assert tried.seconds is not None
-    return tried.seconds
-
-
 def workload(config: TrainConfig, topology: str, stage: int) -> Workload:
     """What the search is for.
 
@@ -121,7 +114,7 @@ def workload(config: TrainConfig, topology: str, stage: int) -> Workload:
     chip = chip_name(devices[0].device_kind)
     assert chip is not None  # `topology_devices` takes no other
     pattern = stage_patterns(config, start, config.stages[stage])[0]
-    return Workload(config, stage, start.config, pattern, chip, len(devices), ROUTED_SHARE)
+    return Workload(config, stage, start.config, pattern, chip, len(devices))
 
 
 def search(
@@ -129,7 +122,6 @@ def search(
     compile_one: Compile,
     *,
     tries: int = TRIES,
-    unrolled: bool = True,
     options: Sequence[tuple[XlaOption, ...]] = XLA_OPTIONS,
     known: Sequence[Tried] = (),
     keep: Callable[[Tried], None] = lambda tried: None,
@@ -140,8 +132,6 @@ def search(
     Args:
       compile_one: the plan of settings; `ConfigError` where they cannot be had.
       tries: settings that are compiled, the configuration's own included; the rest comes after them.
-      unrolled: whether the best settings, and the best with `remat: none`, are also compiled with every layer by
-        itself (`scan_layers: false`).
       known: what an earlier call has compiled, which is not compiled again.
       keep: is given each `Tried` as soon as it is known.
       say: is given a line before and one after each compilation.
@@ -177,7 +167,7 @@ def search(
     while len(tried) < tries and (order := _in_order(guesses, tried, work)):
         run(order[0], guesses[order[0]])
     best = _best(tried)
-    if unrolled and best is not None and best.settings.scan_layers:
+    if best is not None and best.settings.scan_layers:  # every layer by itself, too, and so the best that keeps all
         run(best.settings._replace(scan_layers=False), best.estimate)
         most = COMPUTED_AGAIN * work.chip.hbm_gib * GIB
         keeping = [one for one, guess in guesses.items() if one.remat == "none" and guess.bytes <= most]
@@ -207,7 +197,7 @@ def _as_it_stands(work: Workload) -> tuple[RunChanges | None, str | None]:
 
 
 def _best(tried: Sequence[Tried]) -> Tried | None:
-    return min((one for one in tried if one.seconds is not None), key=_seconds_of, default=None)
+    return min((one for one in tried if one.seconds is not None), key=lambda one: one.seconds or 0.0, default=None)
 
 
 def _in_order(guesses: dict[RunChanges, StepEstimate], tried: list[Tried], work: Workload) -> list[RunChanges]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from swa_jax.plan.search import GIB, Found, Tried, outcome
+from swa_jax.base.chips import GIB
+from swa_jax.plan.search import Found, Tried, outcome
 from swa_jax.train.config import TrainConfig
 
 NEXT = 5  # lines of what was not compiled

@@ -58,17 +58,16 @@ class AttentionCost(NamedTuple):
 
 def attention_of(work: StepWork) -> AttentionCost:
     """Operations and seconds of the attention kernels."""
-    routed = ROUTED_SHARE if SWITCH in work.pattern.layer_types else 1.0
     positions = np.arange(work.length)
     if work.step == "train":
-        found = kernels(work.chip, work.model, work.pattern, positions, backward_ratio=routed)
+        found = kernels(work.chip, work.model, work.pattern, positions, backward_ratio=ROUTED_SHARE)
         queries = work.rows * work.length / work.devices
         again = 2 if work.remat == "layer" else 1  # "layer" runs attention's forward kernels again
         times = Passes(queries * again / work.length, queries / work.length)
     else:
         seen = positions if work.step == "prefill" else positions[-1:]
         rows = () if work.step == "decode" else None  # its kernel is none of the table
-        found = kernels(work.chip, work.model, work.pattern, seen, forward_ratio=routed, rows=rows)
+        found = kernels(work.chip, work.model, work.pattern, seen, forward_ratio=ROUTED_SHARE, rows=rows)
         times = Passes(work.rows, 0)
     flops = Passes(
         *(factor * sum(float(one[i].sum()) for one in found.flops.values()) for i, factor in enumerate(times))
@@ -88,9 +87,8 @@ def step_flops(work: StepWork, attention: AttentionCost, matmuls: float) -> dict
     """Operations of one chip. `model` is what the mathematics asks for, the base of MFU; the others are done."""
     wanted = matmuls + attention.flops.forward
     if work.step == "train":
-        routed = ROUTED_SHARE if SWITCH in work.pattern.layer_types else 1.0
         tokens = work.rows * work.length / work.devices
-        wanted = tokens * train_flops_per_token(work.model, work.pattern, work.length, routed, work.lora)
+        wanted = tokens * train_flops_per_token(work.model, work.pattern, work.length, ROUTED_SHARE, work.lora)
     return {
         "model": wanted,
         "matmuls": matmuls,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-GIB = 2**30
+from swa_jax.base.chips import GIB
+
 _MEMORY = {
     "parameters": "parameters",
     "optimizer": "optimizer",
@@ -18,7 +19,7 @@ _MEMORY = {
 
 
 def describe(plan: dict[str, Any]) -> str:
-    """A few dozen lines; see `swa_jax.plan.plan.plan` for what they say."""
+    """The report of `swa_jax.plan.plan.plan` as some dozen lines."""
     mesh = ", ".join(f"{axis} {size}" for axis, size in plan["mesh"].items())
     batch = ", ".join(f"{name} {size}" for name, size in plan["batch"].items())
     lines = [

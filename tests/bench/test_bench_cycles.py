@@ -1,5 +1,6 @@
 """`swa-jax bench cycles`: what is read from libtpu's files, how it is added up, and what goes wrong in one sentence."""
 
+import dataclasses
 import importlib.util
 import json
 import subprocess
@@ -62,22 +63,16 @@ def listing(folder: Path, op: str) -> None:
 # ---- reading ----
 
 
-def test_blocks_end_at_labels_and_branches():
+def test_code_is_sorted_by_what_decides_its_runs(tmp_path):
+    """Blocks end at labels and branches."""
     assert split_blocks(LISTING, USES) == BLOCKS
-    assert [block.is_vector for block in split_blocks(LISTING, "")] == [False] * 4
-
-
-def test_code_is_sorted_by_what_decides_its_runs():
     assert sort_blocks([*BLOCKS, BundleBlock(9, 1, True)]) == Code((9, 4), other_vector=1, scalar=3)
-
-
-def test_code_is_read_for_every_op(tmp_path):
     listing(tmp_path, "scheduled_forward.1")
     listing(tmp_path, "<late-initialization>")
     (tmp_path / "123-TLP-hlo.txt").write_text("no listing")
-    code = read_code(tmp_path)
-    assert set(code) == {"scheduled_forward.1", "<late-initialization>"}
-    assert code["scheduled_forward.1"] == Code((4,), 1, 3)
+    (tmp_path / "9-no uses-02-final_bundles.txt").write_text(LISTING)
+    known, no_uses = Code((4,), 1, 3), Code((4,), 0, 4)
+    assert read_code(tmp_path) == {"scheduled_forward.1": known, "<late-initialization>": known, "no uses": no_uses}
 
 
 def test_cycles_are_bundles_times_runs():
@@ -180,13 +175,6 @@ def test_a_slow_simulation_leaves_what_was_known_before_it(monkeypatch):
     assert found == cycles._Compilation({"queries": [1]}, None, f"no answer within {cycles.TIMEOUT} seconds")
 
 
-def test_few_rows_have_no_figure_a_1024(compiler):
-    compiler(simulated={"window_forward.1": 7000})
-    measured = cycles.measure("decode", "v6e", {})
-    assert measured.cycles_per_1024 is not None
-    assert cycles.dataclasses.replace(measured, queries=8).cycles_per_1024 is None
-
-
 # ---- the command ----
 
 
@@ -205,20 +193,23 @@ def test_command_prints_a_table_or_json(compiler):
     assert [op["name"] for op in measured["ops"]] == ["window_forward.1", "fusion"]
 
 
-def test_a_total_with_a_gap_has_no_figure(compiler):
+def test_what_has_no_figure(compiler):
+    """A total with a gap; and few rows have none a 1024."""
     compiler(abort="signal 6", simulated={"fusion": 1000})
     measured = cycles.measure("window_forward", "v6e", {})
-    partial = cycles.dataclasses.replace(measured, ops=(Op("copy", None, "not simulated"), *measured.ops))
+    partial = dataclasses.replace(measured, ops=(Op("copy", None, "not simulated"), *measured.ops))
     assert partial.cycles is None
     assert cycles_table(partial.to_dict(), 4).rows[0][1] == "> 1,046"
+    assert measured.cycles_per_1024 is not None
+    assert dataclasses.replace(measured, queries=8).cycles_per_1024 is None
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["windw_forward"], "unknown function 'windw_forward': did you mean window_forward? The choices are: "),
-        (["--chip", "v8"], "unknown chip 'v8'. The choices are: v5e, v5p, v6e, v7x"),
-        (["decode", "--set", "strip=64"], "unknown setting of decode 'strip'. The choices are: H, K, T, D"),
+        (["windw_forward"], "unknown function 'windw_forward'; did you mean 'window_forward'?"),
+        (["--chip", "v8"], "unknown chip 'v8'; known: v5e, v5p, v6e, v7x"),
+        (["decode", "--set", "strip=64"], "unknown setting of decode 'strip'; known: B, D, H, K, T"),
         (["decode", "--set", "T"], "--set is 'T'; it must be NAME=VALUE, such as T=8192"),
     ],
 )

@@ -1,15 +1,19 @@
 """`swa-jax bench generation`: memory by the cache's formula, times in turn, ratios to the first row."""
 
+import dataclasses
 import json
 
 import pytest
 from command_line import fails, run
+from flax import nnx
 from planted import CONFIG, KV_HEADS, LAYERS, planted_model
 
 from swa_jax.bench import generation
 from swa_jax.bench.generation import measure
 from swa_jax.model.cache import cache_bytes
+from swa_jax.model.decoder import Decoder
 from swa_jax.model.generate import round_up
+from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
 from swa_jax.select.heads import head_pattern, heuristic_mask
 
@@ -41,11 +45,13 @@ def test_memory_is_the_formula_and_rounds_take_turns(monkeypatch):
 
 def test_on_the_command_line(monkeypatch, tmp_path):
     monkeypatch.setattr("swa_jax.cli.bench.find_model", lambda name: name)
-    monkeypatch.setattr("swa_jax.cli.bench.load_checkpoint", lambda *_: (planted_model(), None))
-    options = ("x", "--length", 40, "--new-tokens", 2, "--rounds", 1, "--ratio", 0, "--ratio", 0.75)
+    config = dataclasses.replace(CONFIG, num_hidden_layers=2)
+    model = nnx.jit(lambda: Decoder(config, AttentionPattern.from_recipe("full", 2), rngs=nnx.Rngs(0)))()
+    monkeypatch.setattr("swa_jax.cli.bench.load_checkpoint", lambda *_: (model, None))
+    options = ("x", "--length", 40, "--new-tokens", 2, "--rounds", 1, "--ratio", 0.75)
     output = run("bench", "generation", *options, "--window", 8, "--out", tmp_path / "new" / "g.json")
-    assert "75% (24)" in output
+    assert "75% (6)" in output
     report = json.loads((tmp_path / "new" / "g.json").read_text())
-    assert [row["ratio"] for row in report["rows"]] == [0, 0.75]
+    assert [row["ratio"] for row in report["rows"]] == [0.75]
     assert "no window is given (--window)" in fails("bench", "generation", *options)
     assert "ratio is 2.0" in fails("bench", "generation", "x", "--window", 8, "--ratio", 2)

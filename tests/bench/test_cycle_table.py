@@ -28,27 +28,20 @@ def test_a_row_has_the_kernels_alone_and_its_command(tmp_path):
     assert cycle_table.write_row(file, measurement()) is None
     (row,) = json.loads(file.read_text())["rows"]
     command = row.pop("source")
-    assert row == {
-        "chip": "v6e", "function": "window_backward", "head_dim": 128, "window": 512, "packed": True,
-        "num_sink_tokens": 0, "group": 1, "length": 4096, "cycles": 1000.0, "how": "simulated",
-    }  # fmt: skip
+    call = {"head_dim": 128, "window": 512, "packed": True, "num_sink_tokens": 0, "group": 1, "length": 4096}
+    assert row == call | {"chip": "v6e", "function": "window_backward", "cycles": 1000.0, "how": "simulated"}
     start = "swa-jax bench cycles window_backward --chip v6e --set T=4096 --set window=512 --set packed=true (libtpu"
     assert command.startswith(start)
 
 
-def test_a_row_says_how_many_query_heads_a_kv_head_has(tmp_path):
-    file = tmp_path / "table.json"
-    for heads in (8, 8, 2):
-        cycle_table.write_row(file, measurement(H=heads, K=2))
-    assert [row["group"] for row in json.loads(file.read_text())["rows"]] == [1, 4]
-
-
 def test_a_call_measured_again_replaces_its_row_only(tmp_path):
+    """A row says how many query heads a KV head has."""
     file = tmp_path / "table.json"
-    for window, cycles_ in ((1024, 6000), (512, 6000), (1024, 9000)):
-        cycle_table.write_row(file, measurement(window=window, ops=(Op("window_backward.2", cycles_, SIMULATED),)))
+    for window, heads, count in ((1024, 2, 6000), (512, 2, 6000), (1024, 8, 6000), (1024, 2, 9000)):
+        ops = (Op("window_backward.2", count, SIMULATED),)
+        cycle_table.write_row(file, measurement(window=window, H=heads, K=2, ops=ops))
     rows = json.loads(file.read_text())["rows"]
-    assert [(row["window"], row["cycles"]) for row in rows] == [(512, 750), (1024, 1125)]
+    assert [(r["window"], r["group"], r["cycles"]) for r in rows] == [(512, 1, 750), (1024, 1, 1125), (1024, 4, 750)]
 
 
 def test_what_has_no_figure_makes_no_row(tmp_path):

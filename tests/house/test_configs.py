@@ -115,23 +115,10 @@ def test_swiattns_32k_model_has_one_schedule_over_both_of_its_runs():
     assert second.init_optimizer
     assert second.init_from == f"{first.output}/model"
     assert second.optimizer.first_step == first.total_steps
-    assert (first.optimizer.b1, first.optimizer.b2, first.optimizer.weight_decay) == (
-        second.optimizer.b1,
-        second.optimizer.b2,
-        second.optimizer.weight_decay,
-    )
-    rates = [
-        learning_rate(c.optimizer, c.optimizer.learning_rate, c.total_steps)(step)
-        for c, step in (
-            (first, 0),
-            (first, 1000),
-            (first, 2000),
-            (first, 45775),
-            (second, 0),
-            (second, 3000),
-            (second, 6000),
-        )
-    ]
+    for name in ("b1", "b2", "weight_decay"):
+        assert getattr(first.optimizer, name) == getattr(second.optimizer, name)
+    steps = [(first, 0), (first, 1000), (first, 2000), (first, 45775), (second, 0), (second, 3000), (second, 6000)]
+    rates = [learning_rate(c.optimizer, c.optimizer.learning_rate, c.total_steps)(step) for c, step in steps]
     np.testing.assert_allclose(rates, [0, 5e-4, 1e-3, 1e-3, 1e-3, 5e-4, 0], atol=1e-9)
 
 

@@ -3,11 +3,10 @@
 import ast
 import json
 
-from scripts.faults import trials
+from scripts.faults import draw, trials
 from scripts.faults.__main__ import main
 from scripts.faults.slips import slips
 
-SCRIPT = "faults.draw"
 CODE = '''"""Says 1 < 2."""
 def f(a, b=3, *, name="x"):
     if not a and b:
@@ -26,31 +25,31 @@ def test_one_slip_at_a_time_and_none_in_what_is_only_said():
     assert all(CODE.splitlines()[s.line - 1].find(s.old.splitlines()[0]) >= 0 for s in slips(CODE) if s.old)
 
 
-def test_every_slip_is_code(script):
-    for file in script.packages_files()[::16]:
-        text = (script.ROOT / file).read_text()
+def test_every_slip_is_code():
+    for file in draw.packages_files()[::16]:
+        text = (draw.ROOT / file).read_text()
         for slip in slips(text)[::25]:
             assert text[slip.start : slip.start + len(slip.old)] == slip.old != slip.new
             ast.parse(text[: slip.start] + slip.new + text[slip.start + len(slip.old) :])
 
 
-def test_a_list_belongs_to_its_seed_and_is_found_again_when_code_moves(script, monkeypatch, tmp_path):
-    drawn = script.draw(7, 12)
-    assert [fault.name for fault in drawn] == [fault.name for fault in script.draw(7, 12)]
+def test_a_list_belongs_to_its_seed_and_is_found_again_when_code_moves(monkeypatch, tmp_path):
+    drawn = draw.draw(7, 12)
+    assert [fault.name for fault in drawn] == [fault.name for fault in draw.draw(7, 12)]
     assert len({fault.file for fault in drawn}) == 12
-    assert {fault.name for fault in drawn} != {fault.name for fault in script.draw(8, 12)}
+    assert {fault.name for fault in drawn} != {fault.name for fault in draw.draw(8, 12)}
     fault = drawn[0]
-    text = (script.ROOT / fault.file).read_text()
-    monkeypatch.setattr(script, "ROOT", tmp_path)
-    assert script.found_again(script.row_of(fault)) is None
+    text = (draw.ROOT / fault.file).read_text()
+    monkeypatch.setattr(draw, "ROOT", tmp_path)
+    assert draw.found_again(draw.row_of(fault)) is None
     (tmp_path / fault.file).parent.mkdir(parents=True)
     (tmp_path / fault.file).write_text("# moved\n" + text)
-    again = script.found_again(json.loads(json.dumps(script.row_of(fault))))
+    again = draw.found_again(json.loads(json.dumps(draw.row_of(fault))))
     assert (again.line, again.old, again.new) == (fault.line + 1, fault.old, fault.new)
     assert again.applied("# moved\n" + text) == "# moved\n" + fault.applied(text)
 
 
-def test_the_tests_of_a_fault_are_those_of_its_room_and_those_that_name_its_module(script, monkeypatch, tmp_path):
+def test_the_tests_of_a_fault_are_those_of_its_room_and_those_that_name_its_module(monkeypatch, tmp_path):
     for name, text in {
         "swa_jax/base/number.py": "def double(x):\n    return 2 * x\n\n\ndef half(x):\n    return x / 2\n",
         "tests/base/test_number.py": "",
@@ -60,14 +59,14 @@ def test_the_tests_of_a_fault_are_those_of_its_room_and_those_that_name_its_modu
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(script, "ROOT", tmp_path)
+    monkeypatch.setattr(draw, "ROOT", tmp_path)
     monkeypatch.setattr(trials, "ROOT", tmp_path)
     (slip,) = (s for s in slips((tmp_path / "swa_jax/base/number.py").read_text()) if s.new == "+")
-    fault = script.at("swa_jax/base/number.py", (tmp_path / "swa_jax/base/number.py").read_text(), slip)
+    fault = draw.at("swa_jax/base/number.py", (tmp_path / "swa_jax/base/number.py").read_text(), slip)
     nearest = ["tests/base/test_number.py", "tests/test_other.py"]
     assert fault.stages == [nearest, ["tests/base/test_others.py"]]
 
 
-def test_the_list_is_counted(script, capsys):
+def test_the_list_is_counted(capsys):
     assert main(["draw", "--list"]) == 0
     assert "185 caught, 2 NOT CAUGHT, 13 equivalent, 99% of what can be seen; 0 not tried" in capsys.readouterr().out

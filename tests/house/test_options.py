@@ -15,8 +15,7 @@ NOT_READ = {
     ("_options", "version"),  # Typer: its callback reads it
     ("open", "mode"),  # fsspec
     ("draw", "out_sharding"),  # Flax's initializers
-    ("_of_rows", "rotated"),  # swa_jax/bench/tpu_kernels.py: all cases have them
-    ("_decoding", "H"),
+    ("_decoding", "H"),  # swa_jax/bench/tpu_kernels.py: all cases have it
     ("run", "attend_small"),
 }
 # (callee, option): of one name in its callers, but another thing.
@@ -28,7 +27,6 @@ ANOTHER = {
     ("Progress", "quiet"),
     ("Table", "rows"),
     ("make_mesh", "devices"),  # a list of them
-    ("_bench", "documents"),
     ("run", "dry_run"),
     ("run", "overrides"),
 }

@@ -34,7 +34,6 @@ def test_functions_and_files_are_short():
     ("text", "expected"),
     [
         ("def f():\n" + "    x = 1\n" * 79, set()),
-        ("def f():\n" + "    x = 1\n" * 80, {"a.py: f"}),
         ("@d\ndef f():\n" + "    x = 1\n" * 79, {"a.py: f"}),
         ("class C:\n    async def g(self):\n" + "        x = 1\n" * 80, {"a.py: g"}),
         ("x = 1\n" * 500, set()),

@@ -3,6 +3,7 @@
 import shlex
 from pathlib import Path
 
+from launch import gke
 from launch.settings import Settings, main
 from swa_jax.base.settings import load_config
 
@@ -19,6 +20,11 @@ def dry(capsys, verbs, verb: str, *changes: str) -> list[list[str]]:
     """The commands that a dry run prints, as the shell would split them; comments are left out."""
     assert main(verbs, "", [verb, str(EXAMPLE), *changes, "--dry-run"]) == 0
     return [shlex.split(line) for line in capsys.readouterr().out.splitlines() if not line.startswith("# ")]
+
+
+def pod_of(*changes: str) -> dict:
+    """The template of the pods in the manifest for GKE."""
+    return gke.manifest(settings(*changes))["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
 
 
 def flag(command: list[str], name: str) -> str:

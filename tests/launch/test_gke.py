@@ -5,14 +5,14 @@ import os
 import shlex
 
 import yaml
-from launching import EXAMPLE, HOSTILE, dry, flag, settings
+from launching import EXAMPLE, HOSTILE, dry, flag, pod_of, settings
 
 from launch import gke
 from launch.settings import main
 
 # The fields of a JobSet (jobset.x-k8s.io/v1alpha2), and of the Kubernetes objects in it, that exist.
-SPEC = {"replicatedJobs", "network", "successPolicy", "failurePolicy", "startupPolicy", "suspend", "coordinator",
-        "managedBy", "ttlSecondsAfterFinished"}  # fmt: skip
+SPEC = {"replicatedJobs", "network", "successPolicy", "failurePolicy", "startupPolicy", "suspend", "coordinator"}
+SPEC |= {"managedBy", "ttlSecondsAfterFinished"}
 JOB = {"parallelism", "completions", "backoffLimit", "podFailurePolicy", "template"}
 
 
@@ -35,14 +35,8 @@ def test_the_manifest_is_a_jobset(capsys):
         "cloud.google.com/gke-spot": "true",
     }
     (container,) = pod["containers"]
-    assert container["command"] == [
-        "swa-jax",
-        "train",
-        "configs/bosch/qwen3-8b.yaml",
-        HOSTILE,
-        "mesh.slices=2",
-        "--timeout=300",
-    ]
+    train = ["swa-jax", "train", "configs/bosch/qwen3-8b.yaml", HOSTILE, "mesh.slices=2", "--timeout=300"]
+    assert container["command"] == train
     assert container["resources"] == {"limits": {"google.com/tpu": 4}}
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     claims = {volume["name"]: volume["persistentVolumeClaim"]["claimName"] for volume in pod["volumes"]}
@@ -50,10 +44,7 @@ def test_the_manifest_is_a_jobset(capsys):
 
 
 def test_a_secret_and_a_bucket_reach_the_pods():
-    plain, full = (
-        gke.manifest(settings(*changes))["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
-        for changes in ([], ["gke.secret=keys", "gke.gcs_fuse=true", "gke.service_account=trainer"])
-    )
+    plain, full = pod_of(), pod_of("gke.secret=keys", "gke.gcs_fuse=true", "gke.service_account=trainer")
     assert "metadata" not in plain
     assert full["metadata"] == {"annotations": {"gke-gcsfuse/volumes": "true"}}
     assert full["spec"]["serviceAccountName"] == "trainer"

@@ -1,7 +1,6 @@
 """The image for pods: what it copies is enough to install and to run, and nothing else travels."""
 
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -10,10 +9,7 @@ import zipfile
 from pathlib import Path
 
 import yaml
-
-from launch import gke
-from launch.settings import Settings
-from swa_jax.base.settings import load_config
+from launching import pod_of, settings
 
 ROOT = Path(__file__).parents[2]
 LINES = [line.split() for line in (ROOT / "launch" / "Dockerfile").read_text().splitlines() if line[:1].isupper()]
@@ -49,11 +45,8 @@ def test_its_names_are_those_of_the_project():
     ((image,),) = instructions("FROM")
     assert PROJECT["requires-python"] == f">={re.findall(r'[0-9]+[.][0-9]+', image)[0]}"
     ((entry,),) = instructions("ENTRYPOINT")
-    settings = load_config(Settings, ROOT / "launch" / "example.yaml", [])
-    command = gke.manifest(settings)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][
-        0
-    ]["command"]
-    assert yaml.safe_load(entry) == command[:1]
-    copied = [words[0] for words in instructions("COPY")]
-    assert any(Path(settings.config).is_relative_to(folder) for folder in copied)
-    assert shlex.join(command).count(str(settings.config)) == 1
+    (container,) = pod_of()["spec"]["containers"]
+    assert yaml.safe_load(entry) == container["command"][:1]
+    config = settings().config
+    assert any(Path(config).is_relative_to(words[0]) for words in instructions("COPY"))
+    assert container["command"].count(config) == 1

@@ -16,7 +16,6 @@ from timing import wait_until
 
 from launch import gke, tpu_vm
 from launch.settings import Runner, Settings, TpuVm, main
-from swa_jax.base.errors import ConfigError
 from swa_jax.base.settings import from_dict, load_config
 from swa_jax.train.config import TrainConfig
 
@@ -138,9 +137,6 @@ def test_one_slice_is_asked_for(capsys):
         "--node-id=bosch-8b",
         "--spot",
     }
-
-
-def test_network_and_service_account_are_asked_for(capsys):
     changes = ["tpu_vm.network=net", "tpu_vm.subnetwork=sub", "tpu_vm.service_account=me@p.iam.gserviceaccount.com"]
     (command,) = dry(capsys, tpu_vm.VERBS, "create", *changes)
     assert {"--network=net", "--subnetwork=sub", "--service-account=me@p.iam.gserviceaccount.com"} < set(command)
@@ -254,30 +250,22 @@ def test_the_install_command_is_a_shell_command(capsys):
     assert "'it'\"'\"'s/a repo.git'" in flag(command, "command")
 
 
-GCLOUD = """#!{python}
-import json, pathlib, sys
-folder = pathlib.Path({folder!r})
-with (folder / "calls").open("a") as file:
-    file.write(json.dumps(sys.argv[1:]) + "\\n")
-def next_of(name):
-    first, *rest = (folder / name).read_text().split("\\n")
-    (folder / name).write_text("\\n".join(rest))
-    return first
-verb, command = sys.argv[4], next((a for a in sys.argv if a.startswith("--command=")), "")
-if verb == "describe":
-    state = next_of("states")
-    if state == "NOT_FOUND" or state == "offline":
-        sys.exit("ERROR: (gcloud) " + state)
-    print(state)
-elif "cat train.status" in command:
-    answer = next_of("answers")
-    if answer == "no answer":
-        sys.exit(255)
-    print(answer)
-elif "ls swa-jax/train.pid" in command:
-    print((folder / "started").read_text() if (folder / "started").exists() else "")
-elif verb == "ssh" and (folder / "broken").exists():
-    sys.exit(1)
+GCLOUD = """#!/bin/bash
+cd {folder}
+next_of() {{ sed -n 1p "$1"; sed -i 1d "$1"; }}
+echo "$*" >> calls
+case "$4 $*" in
+    describe*)
+        state=$(next_of states)
+        case $state in NOT_FOUND | offline) echo "ERROR: (gcloud) $state" >&2; exit 1 ;; esac
+        echo $state ;;
+    *"cat train.status "*)
+        answer=$(next_of answers)
+        test "$answer" != "no answer" || exit 255
+        echo $answer ;;
+    *"/train.pid ||"*) cat started 2> /dev/null || true ;;
+    ssh*) test ! -e broken ;;
+esac
 """
 
 
@@ -290,76 +278,75 @@ def test_logs_are_those_of_the_first_machine(capsys):
 def cloud(tmp_path, monkeypatch):
     """A `gcloud` that answers from two lists; gives `play(states, answers)`: status of `up` and the verbs it ran."""
     program = tmp_path / "gcloud"
-    program.write_text(GCLOUD.format(python=sys.executable, folder=str(tmp_path)))
+    program.write_text(GCLOUD.format(folder=tmp_path))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(tpu_vm, "POLL", 0)
 
-    def play(states, answers, verb="up"):
+    def play(states, answers):
         (tmp_path / "states").write_text("\n".join(states))
         (tmp_path / "answers").write_text("\n".join(answers))
         (tmp_path / "calls").write_text("")
-        status = main(tpu_vm.VERBS, "", [verb, str(EXAMPLE)])
+        status = main(tpu_vm.VERBS, "", ["up", str(EXAMPLE)])
         assert (tmp_path / "states").read_text() == "", "not all states were asked for"
-        calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
-        return status, [_kind(call) for call in calls]
+        return status, [_kind(call) for call in (tmp_path / "calls").read_text().splitlines()]
 
     return play
 
 
-def _kind(call: list[str]) -> str:
-    command = " ".join(call)
+def _kind(call: str) -> str:
     for part, name in (("git clone", "install"), ("setsid", "start"), ("cat train.status ", "ask"), ("tail", "logs")):
-        if part in command:
+        if part in call:
             return name
-    return call[3]
+    return call.split()[3]
 
 
 def _steps(kinds: list[str]) -> list[str]:
     return [kind for kind in kinds if kind not in ("describe", "ask")]
 
 
-def test_up_asks_for_machines_and_starts_the_run(cloud, capfd):
-    status, kinds = cloud(["NOT_FOUND", "WAITING_FOR_RESOURCES", "ACTIVE", "ACTIVE", "ACTIVE"], ["running", "0"])
-    assert status == 0
-    assert _steps(kinds) == ["create", "install", "start"]
-    assert "the run has finished" in capfd.readouterr().out
+THERE = ["NOT_FOUND", "ACTIVE", "ACTIVE"]  # machines that are asked for, come, and are still there
+FIRST = ["create", "install", "start"]
+UPS = {  # states of the machines, answers of the run; the status of `up`, its steps, and what it says
+    "the run starts": (
+        ["NOT_FOUND", "WAITING_FOR_RESOURCES", "ACTIVE", "ACTIVE", "ACTIVE"],
+        ["running", "0"],
+        (0, FIRST, "the run has finished"),
+    ),
+    "a saved run starts again on the same machines": (
+        [*THERE, "ACTIVE", "ACTIVE"],
+        ["143", "0"],
+        (0, [*FIRST, "start"], "the run was told to stop and has saved: once more"),
+    ),
+    "new machines after a preemption": (
+        [*THERE, "SUSPENDED", "SUSPENDED", "PROVISIONING", "ACTIVE", "ACTIVE"],
+        ["running", "running", "0"],
+        (0, [*FIRST, "delete", *FIRST], "the run or its machines are gone: once more"),
+    ),
+    "a run that is gone from machines that were started anew": (
+        [*THERE, "ACTIVE", "ACTIVE"],
+        ["lost", "0"],
+        (0, [*FIRST, "install", "start"], ""),
+    ),
+    "a run that lost a process": ([*THERE, "ACTIVE", "ACTIVE"], ["75", "0"], (0, [*FIRST, "install", "start"], "")),
+    "a failure keeps the machines": (
+        [*THERE, "ACTIVE"],
+        ["1"],
+        (1, [*FIRST, "logs"], "the run failed with status 1; the machines are kept"),
+    ),
+    "a failure because a machine was taken away": (
+        [*THERE, "SUSPENDING", "SUSPENDED", "ACTIVE", "ACTIVE"],
+        ["2", "0"],
+        (0, [*FIRST, "delete", *FIRST], ""),
+    ),
+}
 
 
-def test_up_starts_a_saved_run_again_on_the_same_machines(cloud):
-    status, kinds = cloud(["NOT_FOUND", "ACTIVE", "ACTIVE", "ACTIVE", "ACTIVE"], ["143", "0"])
-    assert status == 0
-    assert _steps(kinds) == ["create", "install", "start", "start"]
-
-
-def test_up_asks_for_new_machines_after_a_preemption(cloud, capfd):
-    states = ["NOT_FOUND", "ACTIVE", "ACTIVE", "SUSPENDED", "SUSPENDED", "PROVISIONING", "ACTIVE", "ACTIVE"]
-    status, kinds = cloud(states, ["running", "running", "0"])
-    assert status == 0
-    assert _steps(kinds) == ["create", "install", "start", "delete", "create", "install", "start"]
-    assert "the run or its machines are gone: once more" in capfd.readouterr().out
-
-
-@pytest.mark.parametrize("lost", ["lost", "75"])
-def test_up_starts_again_what_is_gone_from_machines_that_were_started_anew(cloud, lost):
-    status, kinds = cloud(["NOT_FOUND", "ACTIVE", "ACTIVE", "ACTIVE", "ACTIVE"], [lost, "0"])
-    assert status == 0
-    assert _steps(kinds) == ["create", "install", "start", "install", "start"]
-
-
-@pytest.mark.parametrize("failure", [1, 2, 137])
-def test_up_stops_at_a_failure_and_keeps_the_machines(cloud, capfd, failure):
-    status, kinds = cloud(["NOT_FOUND", "ACTIVE", "ACTIVE", "ACTIVE"], [str(failure)])
-    assert status == failure
-    assert _steps(kinds) == ["create", "install", "start", "logs"]
-    assert f"the run failed with status {failure}; the machines are kept" in capfd.readouterr().out
-
-
-def test_a_failure_because_a_machine_was_taken_away_is_a_preemption(cloud):
-    states = ["NOT_FOUND", "ACTIVE", "ACTIVE", "SUSPENDING", "SUSPENDED", "ACTIVE", "ACTIVE"]
-    status, kinds = cloud(states, ["2", "0"])
-    assert status == 0
-    assert _steps(kinds) == ["create", "install", "start", "delete", "create", "install", "start"]
+@pytest.mark.parametrize(("states", "answers", "expected"), UPS.values(), ids=UPS)
+def test_up(cloud, capfd, states, answers, expected):
+    status, kinds = cloud(states, answers)
+    assert (status, _steps(kinds)) == expected[:2]
+    assert expected[2] in capfd.readouterr().out
 
 
 def test_up_takes_up_the_watch_of_a_run_that_it_had_started(cloud, tmp_path):
@@ -428,8 +415,3 @@ def test_the_manual_mounts_a_bucket(tmp_path):
     assert run() == ["sudo mkdir -p /shared", "sudo chown me /shared", "gcsfuse --implicit-dirs my-bucket /shared"]
     (tmp_path / "mounted").touch()
     assert run() == ["sudo mkdir -p /shared"]
-
-
-def test_settings_are_refused_as_configurations_are():
-    with pytest.raises(ConfigError, match="missing key 'name'"):
-        from_dict(Settings, {})

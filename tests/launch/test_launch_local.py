@@ -12,6 +12,7 @@ import pytest
 import yaml
 from timing import wait_until
 
+from launch.local import main
 from swa_jax.base.settings import from_dict
 from swa_jax.train.config import TrainConfig
 
@@ -36,11 +37,15 @@ def local(*arguments: object, stand_in: str | None = None) -> subprocess.Popen[s
     )
 
 
-def test_local_dry_run(tmp_path):
+def dry_run(capsys, *arguments: object) -> list[list[str]]:
+    assert main([*map(str, arguments), "--processes=2", "--dry-run"]) == 0
+    return [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_local_dry_run(tmp_path, capsys):
     file = tmp_path / "a b.yaml"
     file.write_text((ROOT / "configs" / "swat-tiny.yaml").read_text())
-    out, _ = local(file, "output=runs/a b", "--processes", 2, "--cpu-devices", 4, "--dry-run").communicate()
-    lines = [shlex.split(line) for line in out.splitlines()]
+    lines = dry_run(capsys, file, "output=runs/a b", "--cpu-devices=4")
     assert len(lines) == 2
     for number, line in enumerate(lines):
         assert line[:2] == ["env", "JAX_PLATFORMS=cpu"]
@@ -49,35 +54,24 @@ def test_local_dry_run(tmp_path):
         assert line[10:] == ["--processes=2", f"--process-id={number}"]
     assert lines[0][9] == lines[1][9]
     assert lines[0][9].startswith("--coordinator=127.0.0.1:")
-    out, _ = local(file, "--processes", 2, "--gpus", 2, "--dry-run").communicate()
-    assert [shlex.split(line)[1] for line in out.splitlines()] == [
-        "CUDA_VISIBLE_DEVICES=0,1",
-        "CUDA_VISIBLE_DEVICES=2,3",
-    ]
+    devices = [line[1] for line in dry_run(capsys, file, "--gpus=2")]
+    assert devices == ["CUDA_VISIBLE_DEVICES=0,1", "CUDA_VISIBLE_DEVICES=2,3"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["no.yaml", "--processes", 1, "--dry-run"], "configuration file no.yaml does not exist"),
-        (
-            ["configs/swat-tiny.yaml", "stages.0.stps=5", "--processes", 1, "--dry-run"],
-            "unknown key 'stages.0.stps'; did you mean 'steps'?",
-        ),
-        (["c.yaml"], "Missing option '--processes'; --help says more"),
-        (["c.yaml", "--processes", 0], "Invalid value for '--processes': Input should be greater than or equal to 1;"),
-        (
-            ["c.yaml", "--processes", 1, "--gpus", 1, "--cpu-devices", 1],
-            "--cpu-devices and --gpus are both given: processes have one or the other",
-        ),
-    ],
-)
-def test_local_refuses(arguments, sentence):
-    process = local(*arguments)
-    out, error = process.communicate()
-    assert (process.returncode, out) == (2, "")
-    assert error.startswith(sentence)
-    assert error.count("\n") == 1
+def test_local_refuses(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for words, sentence in (
+        ("no.yaml --processes=1 --dry-run", "configuration file no.yaml does not exist"),
+        ("configs/swat-tiny.yaml stages.0.stps=5 --processes=1 --dry-run", "unknown key 'stages.0.stps'; did you mean"),
+        ("c.yaml", "Missing option '--processes'; --help says more"),
+        ("c.yaml --processes=0", "Invalid value for '--processes': Input should be greater than or equal to 1;"),
+        ("c.yaml --processes=1 --gpus=1 --cpu-devices=1", "--cpu-devices and --gpus are both given: processes have"),
+    ):
+        assert main(words.split()) == 2
+        out, error = capsys.readouterr()
+        assert out == ""
+        assert error.startswith(sentence)
+        assert error.count("\n") == 1
 
 
 _ME = "import os, signal, sys, time\nme = int(sys.argv[-1].partition('=')[2])\n"

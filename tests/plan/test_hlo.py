@@ -53,9 +53,8 @@ def test_trips_of_other_loops(change, trips):
 
 def test_operations_and_cycles_are_multiplied_by_the_runs(program, counts):
     assert hlo.matmul_flops(program, counts) == pytest.approx(24 * 2 * 64 * 128 * 256)
-    assert (
-        sum(hlo.cycles_by_part(program, counts, "attention").values()) == 24 * 1100
-    )  # what says "not known" is left out
+    # What says "not known" is left out.
+    assert sum(hlo.cycles_by_part(program, counts, "attention").values()) == 24 * 1100
 
 
 EXPERTS = """

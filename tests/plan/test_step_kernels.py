@@ -28,13 +28,7 @@ FILES = [
     for file in sorted((ROOT / "configs").rglob("*.yaml"))
     if "stages:" in file.read_text() or "base:" in file.read_text()
 ]
-MODELS = {
-    "swiattn": "swiattn-1.5b",
-    "qwen3-1.7b": "qwen3-1.7b",
-    "qwen3-4b": "qwen3-4b",
-    "qwen3-8b": "qwen3-8b",
-    "qwen3-14b": "qwen3-14b",
-}
+MODELS = {"swiattn": "swiattn-1.5b"} | {name: name for name in (f"qwen3-{size}b" for size in ("1.7", "4", "8", "14"))}
 
 
 def read(file: str) -> TrainConfig:
@@ -109,23 +103,23 @@ def test_the_steps_of_every_configuration_contain_the_kernels_of_the_docs(monkey
 
 
 def tables_read(eqn) -> int:
-    """How many tables of cosines and sines [B, T, D] f32 a kernel reads, by which it turns its queries."""
+    """How many tables of cosines and sines [B, T, D] f32 a kernel reads, by which it rotates its queries."""
     read = [x.aval for x in eqn.invars if x.aval.dtype == np.float32 and len(x.aval.shape) == 3]
     return sum(x.shape[1] != 8 for x in read)  # what differs by head is [H, 8, 128]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("file", "walked"),
+    ("file", "replaced"),
     [
         ("configs/swiattn/cpt-32k.yaml", {"window_backward"}),
         pytest.param("configs/bosch/qwen3-8b.yaml", set(), marks=pytest.mark.long),
     ],
 )
-def test_devices_that_share_a_row_run_the_kernels_of_one(monkeypatch, file, walked):
-    """But for `walked`: windows whose queries are in two chunks of a row."""
+def test_devices_that_share_a_row_run_the_kernels_of_one(monkeypatch, file, replaced):
+    """But for `replaced`: where a window's queries are in two chunks of a row, scheduled kernels run."""
     monkeypatch.chdir(ROOT)
     config = dataclasses.replace(read(file), mesh=MeshConfig(data=1, fsdp=1, context=4))
     traced = trace_training(config, config.stages[-1], find_start(config), topology_devices("v5p:2x2x1"))
     found = {kernel_name(eqn) for eqn in pallas_calls(traced.program.jaxpr.jaxpr)}
-    assert found == expected(traced.model.pattern, "train") - walked
+    assert found == expected(traced.model.pattern, "train") - replaced
