@@ -77,7 +77,7 @@ def test_results_are_kept_and_summed_up(model, tmp_path):
     def go(methods, seeds=(0, 1)):
         comparison = PatternComparison(
             model,
-            planted_examples(16, seed=9),
+            planted_examples(seed=9),
             tmp_path,
             lambda seed: planted_examples(seed=seed),
             {"model": "planted"},
@@ -86,7 +86,7 @@ def test_results_are_kept_and_summed_up(model, tmp_path):
             seeds,
             Window(WINDOW_SIZE),
             iterations=20,
-            batch_size=16,
+            batch_size=8,
             report=lines.append,
             progress=lambda *count: counts.append(count),
         )
@@ -110,7 +110,7 @@ def test_results_are_kept_and_summed_up(model, tmp_path):
     np.testing.assert_array_equal(head_mask(kept, KV_HEADS), planted_mask())
     full, drawn, found = summary(rows, "bosch")
     assert full["needle_accuracy"] == found["by_seed"][0] == 1
-    assert full["needle_interval"] == accuracy_interval(np.ones(16)).interval  # over prompts, not over seeds
+    assert full["needle_interval"] == accuracy_interval(np.ones(8)).interval  # over prompts, not over seeds
     assert drawn["needle_accuracy"] < 0.6
     assert drawn["gap"][0] == pytest.approx(drawn["needle_accuracy"] - found["needle_accuracy"])
     assert drawn["gap"][2] < 0
@@ -138,7 +138,7 @@ def test_results_are_kept_and_summed_up(model, tmp_path):
 def scored(model, patterns, out, **options):
     """The rows of these patterns, and the lines of those that were scored and not found."""
     lines = []
-    options = {"draw": lambda _: [], "settings": {}, "batch_size": 16} | options
+    options = {"draw": lambda _: [], "settings": {}, "batch_size": 8} | options
     rows = PatternComparison(model, planted_examples(), out, report=lines.append, **options)(patterns)
     return rows, [line for line in lines if line.endswith("% found")]
 
@@ -208,7 +208,7 @@ def test_methods_do_not_choose_by_prompts_that_tell_nothing(model, tmp_path):
     weak = [("full", windows), ("window", dataclasses.replace(windows, num_sink_tokens=4))]
     same = [("full", full), ("window", full)]
     sentences = {
-        "weak": "with full attention the model itself gets 0% of the 16 answers right",
+        "weak": "with full attention the model itself gets 0% of the 8 answers right",
         "same": "windows in every layer get 100% of the answers right and full attention 100%, no difference beyond",
     }
     for name, patterns in {"weak": weak, "same": same}.items():

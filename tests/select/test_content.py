@@ -40,7 +40,7 @@ def mute(seed):
 
 def test_a_saturated_model_is_not_taken_for_another(tmp_path):
     file, examples = tmp_path / "scores.json", planted_examples()
-    options = {"window": Window(WINDOW_SIZE), "batch_size": 16, "file": file}
+    options = {"window": Window(WINDOW_SIZE), "batch_size": 8, "file": file}
     first, other = (
         MaskEvaluator(saturated(), examples, **options),
         MaskEvaluator(saturated(seed=3), examples, **options),

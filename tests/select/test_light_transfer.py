@@ -80,7 +80,7 @@ def test_means_over_heads_and_queries_miss_planted_layers(last, hits):
         last_queries=last,
         num_sink_tokens=0,
         recent_keys=WINDOW_SIZE,
-        batch_size=16,
+        batch_size=8,
     )
     chosen = np.argsort(ratios.mean(0), kind="stable")[: len(layers)].tolist()
     assert len(layers & set(chosen)) in hits

@@ -165,7 +165,7 @@ def test_toggles_below_none_are_refused(model, examples):
 # ---- planted answers ----
 
 PLANTED_LAYERS = tuple(sorted({layer for layer, _ in PLANTED}))
-PLANTED_OPTIONS = {"window": Window(WINDOW_SIZE, 0, True), "batch_size": 16}
+PLANTED_OPTIONS = {"window": Window(WINDOW_SIZE, 0, True), "batch_size": 8}
 
 
 def test_the_planted_layers_are_found():
@@ -176,7 +176,7 @@ def test_the_planted_layers_are_found():
 
 
 def test_greedy_finds_the_planted_layers():
-    task = Task(planted_model(), planted_examples(), Window(WINDOW_SIZE), batch_size=16)
+    task = Task(planted_model(), planted_examples(), Window(WINDOW_SIZE), batch_size=8)
     (pattern,) = choose("nll-greedy", task, [0.5])
     assert pattern.full_layers == PLANTED_LAYERS
     assert sorted(pattern.provenance["picked"]) == list(PLANTED_LAYERS)
@@ -237,7 +237,7 @@ def test_two_layers_that_do_the_same_fool_scoring_once():
     asked = {c: [e for e in drawn if e.prompt[-1] == question + c] for c in (0, 1)}
     examples = asked[0] + asked[1][:4]
     seen = []
-    task = Task(model, examples, Window(WINDOW_SIZE), batch_size=16, force=True)
+    task = Task(model, examples, Window(WINDOW_SIZE), batch_size=8, force=True)
     (once,) = choose("nll", task, [0.75])
     task.progress = lambda *counts: seen.append(counts)
     (greedy,) = choose("nll-greedy", task, [0.75], toggles_at_once=3)

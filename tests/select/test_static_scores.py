@@ -209,7 +209,7 @@ def test_examples_are_needed(model, method):
 def test_only_what_the_answers_depend_on_points_at_the_planted_heads(method, hits):
     # They look far from one token in 48 and say nothing to others, so that averages over queries pass them by.
     model, examples = planted_model(), planted_examples()
-    scores = static_scores(model, examples, method, Window(WINDOW_SIZE), batch_size=16)
+    scores = static_scores(model, examples, method, Window(WINDOW_SIZE), batch_size=8)
     full = rank_heads(scores, larger_is_local=LARGER_IS_LOCAL[method]).first(1 - len(PLANTED) / scores.size)[0]
     assert full.sum() == len(PLANTED)
     assert int((full & planted_mask()).sum()) in hits
