@@ -116,7 +116,7 @@ def test_a_search_that_cannot_try_everything_comes_close_and_repeats_itself(eval
 
 
 @pytest.mark.parametrize("variant", ["bosch", "swaps", "single", "multi", "layer"])
-@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75, 0.875])
+@pytest.mark.parametrize("ratio", [0.5, 0.875])
 def test_counts_are_kept(evaluate, variant, ratio):
     chosen = bosch(evaluate, ratio, variant=variant, iterations=2)
     by_layer = (~chosen.full).sum(1)

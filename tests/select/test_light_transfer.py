@@ -75,12 +75,7 @@ def test_means_over_heads_and_queries_miss_planted_layers(last, hits):
     # One token in 48 looks far, through at most 3 heads in 8.
     layers = {layer for layer, _ in PLANTED}
     ratios = lazy_ratios(
-        planted_model(),
-        planted_examples(),
-        last_queries=last,
-        num_sink_tokens=0,
-        recent_keys=WINDOW_SIZE,
-        batch_size=8,
+        planted_model(), planted_examples(), last_queries=last, num_sink_tokens=0, recent_keys=WINDOW_SIZE, batch_size=8
     )
     chosen = np.argsort(ratios.mean(0), kind="stable")[: len(layers)].tolist()
     assert len(layers & set(chosen)) in hits

@@ -192,13 +192,6 @@ def test_a_window_that_holds_everything_leaves_nothing_to_lose(model, examples):
         np.testing.assert_allclose(got, 1, atol=1e-6, err_msg=method)
 
 
-def test_models_without_such_attention_are_refused(examples):
-    config = dataclasses.replace(CONFIG, attention_activation="sigmoid")
-    model = Decoder(config, AttentionPattern.from_recipe("full", 2), rngs=nnx.Rngs(0))
-    with pytest.raises(ConfigError, match="dcam scores heads of softmax attention"):
-        static_scores(model, examples, "dcam", Window(8))
-
-
 @pytest.mark.parametrize("method", ["dcam", "razor"])
 def test_examples_are_needed(model, method):
     with pytest.raises(ValueError, match="examples is empty"):
