@@ -146,7 +146,7 @@ def test_gates_are_of_both_kinds():
 # ---- caches ----
 
 
-@pytest.mark.parametrize("max_length", [5, 7, 64])
+@pytest.mark.parametrize("max_length", [5, 64])
 @pytest.mark.parametrize("name", PATTERNS)
 def test_cache_bytes_are_those_of_the_formula(name, max_length):
     config, pattern = PATTERNS[name]
@@ -341,7 +341,7 @@ def test_tokens_and_patterns_as_a_user_may_write_them():
     model.pattern = before
 
 
-@pytest.mark.parametrize("token", [61, 500, -1])
+@pytest.mark.parametrize("token", [61, -1])
 def test_an_id_without_an_embedding(token):
     """One sentence where values are known; inside a compiled function they are not, and what sees it is no number."""
     model, tokens = model_of("window"), [[5, 6, token, 7, 8]]
