@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from timing import wait_until
 from tiny_models import BYTES
 from training_runs import losses
 
@@ -22,13 +23,6 @@ from swa_jax.train.loop import TrainConfig, train
 from swa_jax.train.preemption import EXIT_STATUS, Preempted, preemption_notices
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def wait_until(condition, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_sigterm_is_noticed_at_the_next_step_and_the_old_handler_comes_back():
@@ -211,7 +205,7 @@ def test_two_processes_stop_at_the_same_step_and_go_on(tmp_path):
     straight = [out for out, _ in finish(start_processes(2, tmp_path / "straight", "fast"))]
     folder = tmp_path / "interrupted"
     processes = start_processes(2, folder, "slow")
-    wait_until(lambda: (folder / "40").exists(), 60)
+    wait_until(lambda: (folder / "40").exists())
     processes[1].send_signal(signal.SIGTERM)  # one of them is given notice
     results = finish(processes)
     assert [process.returncode for process in processes] == [143, 143], results
@@ -221,7 +215,7 @@ def test_two_processes_stop_at_the_same_step_and_go_on(tmp_path):
     assert stop >= 40
 
     processes = start_processes(2, folder, "slow")
-    wait_until(lambda: (folder / str(stop // 20 * 20 + 40)).exists(), 60)
+    wait_until(lambda: (folder / str(stop // 20 * 20 + 40)).exists())
     for process in processes:
         process.kill()
     results = finish(processes)
