@@ -18,7 +18,6 @@ from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
 from swa_jax.select import LayerScorer, Task, choose, nll_deltas, nll_scores, toggles
 from swa_jax.select import nll as nll_module
-from swa_jax.select.heads import heuristic_mask
 from swa_jax.select.nll import provenance_of
 
 LAYERS = 5
@@ -237,12 +236,6 @@ def test_a_round_takes_several_layers_where_rounds_are_few():
     assert [len(scores.picked) for scores in rounds] == [2, 1, 1]
     assert [int((~np.isnan(scores.deltas[0])).sum()) for scores in rounds] == [2, 3, 4]
     assert sorted(layer for scores in rounds for layer in scores.picked) == list(PLANTED_LAYERS)
-
-
-@pytest.mark.parametrize(("kind", "hits"), [("interleave", 2), ("begin-middle-end", 1)])
-def test_places_alone_hit_what_they_happen_to(kind, hits):
-    full = heuristic_mask(kind, 8, 4, 0.5).all(1)
-    assert len(set(np.flatnonzero(full).tolist()) & set(PLANTED_LAYERS)) == hits
 
 
 def test_two_layers_that_do_the_same_fool_scoring_once():

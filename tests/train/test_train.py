@@ -2,13 +2,8 @@
 
 import dataclasses
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import jax
@@ -203,33 +198,6 @@ def test_a_run_without_its_config_goes_on_under_its_own_settings_only(settings, 
     (run / "config.yaml").unlink()
     with pytest.raises(ConfigError, match=f"settings are unknown, because {run / 'config.yaml'} is missing"):
         train(config, quiet=True)
-
-
-@pytest.mark.long
-def test_sigkill_twice_then_resume_is_bit_identical(settings, tmp_path):
-    stages = [settings["stages"][0] | {"steps": 600}]
-    commands = {}
-    for name in ("straight", "killed"):
-        file = tmp_path / f"{name}.yaml"
-        file.write_text(
-            yaml.safe_dump(settings | {"output": str(tmp_path / name), "stages": stages, "checkpoint_every": 7})
-        )
-        commands[name] = [sys.executable, "-m", "swa_jax.cli", "train", str(file)]
-    subprocess.run(commands["straight"], check=True, capture_output=True)
-    metrics = tmp_path / "killed" / "metrics.jsonl"
-    for lines in (40, 150):
-        process = subprocess.Popen(commands["killed"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 300
-        while not metrics.exists() or metrics.read_bytes().count(b"\n") < lines:
-            assert process.poll() is None, "the run ended before it could be killed"
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        assert metrics.read_bytes().count(b"\n") < 600
-    subprocess.run(commands["killed"], check=True, capture_output=True)
-    assert losses(tmp_path / "killed") == losses(tmp_path / "straight")
-    assert len(losses(tmp_path / "killed")) == 600
 
 
 def test_the_share_of_the_peak_is_shown_where_the_peak_is_known():
