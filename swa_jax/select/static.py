@@ -59,7 +59,6 @@ LARGER_IS_LOCAL: dict[StaticMethod, bool] = {
 }
 # The same for all heads where the window holds everything.
 IN_WINDOW: tuple[StaticMethod, ...] = ("dcam", "qada", "fisher", "fisher-text", "kl", "kl-layers")
-OF_THE_PAPER: tuple[StaticMethod, ...] = ("dcam", "apl", "proxy", "qada", "razor", "fisher")
 PROXY_BLOCK, PROXY_MASS = 64, 0.9
 QADA_BUFFER = 64
 
@@ -72,7 +71,7 @@ def static_scores(
     *,
     batch_size: int = 1,
     seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda *_: None,
 ) -> np.ndarray:
     """The score of every KV head under full attention (BOSCH, Section B.3): [L, K] float64.
 
@@ -111,8 +110,7 @@ def static_scores(
             values = layer_statistics(graph, weights, batch.tokens, batch.segment_ids, (method, window.keys))
         by_batch.append(np.asarray(values, np.float64)[:, : len(index)])  # [L, B, H] or [L, B, H, 2]
         tokens += int(batch.segment_ids[: len(index)].sum())
-        if progress:
-            progress(done + 1, len(batches))
+        progress(done + 1, len(batches))
     values = np.concatenate(by_batch, axis=1)
     if method == "apl":
         scores = 1 - np.minimum(1, np.median(values, axis=1) / window.keys)

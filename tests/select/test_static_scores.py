@@ -24,7 +24,7 @@ from swa_jax.select import attention_rows, static
 from swa_jax.select.attention_rows import Heads
 from swa_jax.select.heads import compare_masks, head_mask, head_pattern, heuristic_mask, swap_back
 from swa_jax.select.methods import rank_heads
-from swa_jax.select.static import LARGER_IS_LOCAL, OF_THE_PAPER, STATISTICS, static_scores
+from swa_jax.select.static import LARGER_IS_LOCAL, STATISTICS, static_scores
 
 WINDOW = 100
 CONFIG = dataclasses.replace(PLAIN, num_hidden_layers=2, qk_norm=True, initializer_range=0.4)
@@ -161,7 +161,7 @@ def test_a_head_that_looks_far_back_stays_full(method):
     np.testing.assert_array_equal(full, [[False, True]])
 
 
-@pytest.mark.parametrize("method", OF_THE_PAPER)
+@pytest.mark.parametrize("method", [*STATISTICS, "fisher"])
 def test_each_score_is_that_of_whole_matrices(model, examples, several_blocks, method):
     want = globals()[f"dense_{method}"](model, examples)  # [L, H]
     got = static_scores(model, examples, method, Window(WINDOW), batch_size=2, seed=7)
@@ -209,7 +209,7 @@ def test_only_what_the_answers_depend_on_points_at_the_planted_heads(method, hit
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", OF_THE_PAPER)
+@pytest.mark.parametrize("method", [*STATISTICS, "fisher"])
 def test_32k_tokens_take_less_than_2_gb(method):
     config = dataclasses.replace(
         CONFIG, hidden_size=256, intermediate_size=768, num_attention_heads=16, num_key_value_heads=8, head_dim=32
