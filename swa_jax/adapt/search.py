@@ -83,11 +83,6 @@ class Point:
             return Point(value, self.window)
         return Point(self.layout, dataclasses.replace(self.window, **{name: value}))
 
-    @property
-    def said(self) -> dict[str, Any]:
-        """In results."""
-        return {"layout": self.layout, **self.window.fields}
-
 
 @dataclasses.dataclass(frozen=True)
 class Space:
@@ -297,7 +292,7 @@ class Search:
         if name not in self._scores.records:
             self._scores.add(name, **self._score(pattern))
         row = (
-            point.said
+            {"layout": point.layout, **point.window.fields}
             | self._scores.records[name]
             | {
                 "full_layers": list(pattern.full_layers),

@@ -46,19 +46,10 @@ from swa_jax.select.kl import kl_scores
 
 StaticMethod = Literal["dcam", "apl", "proxy", "qada", "razor", "fisher", "fisher-text", "kl", "kl-layers"]
 
-LARGER_IS_LOCAL: dict[StaticMethod, bool] = {
-    "dcam": True,
-    "apl": True,
-    "proxy": False,
-    "qada": True,
-    "razor": False,
-    "fisher": True,
-    "fisher-text": True,
-    "kl": False,
-    "kl-layers": False,
-}
+# The larger the score, the more local the head; of the others the smaller.
+LARGER_IS_LOCAL: frozenset[StaticMethod] = frozenset({"dcam", "apl", "qada", "fisher", "fisher-text"})
 # The same for all heads where the window holds everything.
-IN_WINDOW: tuple[StaticMethod, ...] = ("dcam", "qada", "fisher", "fisher-text", "kl", "kl-layers")
+IN_WINDOW: frozenset[StaticMethod] = frozenset({"dcam", "qada", "fisher", "fisher-text", "kl", "kl-layers"})
 PROXY_BLOCK, PROXY_MASS = 64, 0.9
 QADA_BUFFER = 64
 
@@ -75,7 +66,7 @@ def static_scores(
 ) -> np.ndarray:
     """The score of every KV head under full attention (BOSCH, Section B.3): [L, K] float64.
 
-    `LARGER_IS_LOCAL[method]` says whether a larger score means a more local head.
+    `LARGER_IS_LOCAL` has the methods of which a larger score means a more local head.
 
     Args:
       examples: prompts with answers. RAZOR uses only their length and the model's vocabulary.
