@@ -178,8 +178,8 @@ def check_draws() -> None:
 def check_small() -> None:
     """The tokens, heads and vocabulary of one row over eight devices: forward attention, and a loss with gradients."""
     check_draws()
-    check_ring("tpu", ("routed",))
-    check_ring("xla", ("full, packed",))
+    for implementation in ("tpu", "xla"):
+        check_ring(implementation, ("full, packed",))
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(2, LENGTH, h, 8)), jnp.float32) for h in (4, 2, 2))
     ids = {"segment_ids": jnp.asarray(PACKED[1:3])}

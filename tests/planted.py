@@ -87,7 +87,7 @@ def planted_model(
     return model
 
 
-def planted_examples(count: int = 2 * CLASSES, length: int = 48, seed: int = 0) -> list[Example]:
+def planted_examples(count: int = CLASSES, length: int = 48, seed: int = 0) -> list[Example]:
     """Questions about each class in turn; values lie before the last `WINDOW_SIZE * LAYERS`-free stretch of hay."""
     rng = np.random.default_rng(seed)
     examples = []

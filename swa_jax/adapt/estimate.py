@@ -25,7 +25,7 @@ from swa_jax.model.flops import attention_flops, matrix_parameters
 from swa_jax.model.layer_stacks import layer_stacks
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.select.nll import shares
+from swa_jax.select.nll import shares, tried_by_depth
 
 COPY_SPEED = 200e6  # bytes a second: reading, summing and writing a checkpoint, on a common disk
 READ_SPEED = 10e9  # bytes a second: weights from memory, for each token that is decoded
@@ -114,7 +114,7 @@ def _ranked(job: Adaptation, effort: Effort, passes: Work) -> Work:
     """The ranking of layers, or heads; `passes` is one over the examples that it goes by."""
     layers, windows = job.source.config.num_hidden_layers, _windowed(passes)
     by_heads = job.space.start.layout == BY_HEADS
-    tried = effort.tried if by_heads else effort.layers_tried(layers)
+    tried = effort.tried if by_heads else tried_by_depth(layers, effort.tried)
     takes = shares(job.space.most, effort.rounds) if job.space.most else []
     if tried is None and not by_heads:  # from the layer on that is made full, on average half of them
         each = windows._replace(windowed=windows.windowed * (layers + 3) / 2, labels=passes.labels * (layers + 1))

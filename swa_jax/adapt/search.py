@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from swa_jax.adapt.tasks import ROWS_OF_TEXT, EvalTask, Scores, lost, measure, num_examples, share_right
+from swa_jax.adapt.tasks import ROWS_OF_TEXT, EvalTask, Scores, lost, measure, share_right
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.files import Store, digest
 from swa_jax.checkpoint.served_cache import BudgetError, Memory, most_within
@@ -28,7 +28,7 @@ from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
 from swa_jax.select.heads import head_pattern, heuristic_mask
 from swa_jax.select.methods import DEFAULT, Ranking, rank
-from swa_jax.select.nll import EXACT_BELOW, TRIED
+from swa_jax.select.nll import TRIED, tried_by_depth
 from swa_jax.select.task import Task
 
 Unit = Literal["layers", "heads"]
@@ -50,7 +50,7 @@ class Effort(NamedTuple):
     Attributes:
       examples: prompts of each task to measure on; choose_by: others, to choose by.
       rank_by: of these, how many layers are ranked by; one in `ROWS_OF_TEXT` is a row of text.
-      tried: layers that a round of the ranking scores, those that a gradient names; None: all.
+      tried: layers that a round of the ranking scores, those that a gradient names; None: all, as in a shallow model.
       rounds: of the ranking, at most: a budget of more layers takes several at a time.
       turns: through layouts, windows and the rest, at most; the search ends when one changes nothing.
     """
@@ -61,10 +61,6 @@ class Effort(NamedTuple):
     tried: int | None
     rounds: int
     turns: int
-
-    def layers_tried(self, layers: int) -> int | None:
-        """As `tried`; a shallow model has all scored, which costs no more than the gradient."""
-        return None if layers < EXACT_BELOW else self.tried
 
 
 EFFORTS = {
@@ -86,11 +82,6 @@ class Point:
         if name == "layout":
             return Point(value, self.window)
         return Point(self.layout, dataclasses.replace(self.window, **{name: value}))
-
-    @property
-    def said(self) -> dict[str, Any]:
-        """In results."""
-        return {"layout": self.layout, **self.window.fields}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,7 +270,7 @@ class Search:
             total *= self.memory.config.common_kv_heads
         else:
             at_once = 1 if jax.default_backend() == "cpu" else TRIED
-            own |= {"tried": effort.layers_tried(layers) or 0, "toggles_at_once": at_once}
+            own |= {"tried": tried_by_depth(layers, effort.tried) or 0, "toggles_at_once": at_once}
         ranking = rank(start.layout, task, [1 - self.space.most / total], **own)
         assert isinstance(ranking, Ranking)
         self._order, self._ranked = ranking.order, ranking.provenance
@@ -301,7 +292,7 @@ class Search:
         if name not in self._scores.records:
             self._scores.add(name, **self._score(pattern))
         row = (
-            point.said
+            {"layout": point.layout, **point.window.fields}
             | self._scores.records[name]
             | {
                 "full_layers": list(pattern.full_layers),
@@ -318,14 +309,7 @@ class Search:
         return row
 
     def _score(self, pattern: AttentionPattern) -> dict[str, Any]:
-        total = num_examples(self.tasks)
-        done = [0]
-
-        def advance(count: int) -> None:
-            done[0] += count
-            self.progress(done[0], total)
-
-        scores = measure(self.model, self.tasks, pattern, self.batch_size, advance)
+        scores = measure(self.model, self.tasks, pattern, self.batch_size, self.progress)
         return {"lost": lost(scores, self.original), "right": share_right(scores)}
 
     def _pattern(self, point: Point) -> AttentionPattern:

@@ -20,7 +20,7 @@ from swa_jax.adapt.estimate import canary_budget
 from swa_jax.adapt.job import MARK, STAGES, Adaptation, tuning
 from swa_jax.adapt.replies import Replies, draw_replies
 from swa_jax.adapt.search import Search
-from swa_jax.adapt.tasks import Doubts, EvalTask, compared, doubts, measure, num_examples
+from swa_jax.adapt.tasks import Doubts, EvalTask, compared, doubts, measure
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.files import digest, locked, read_document, read_json, write_json
 from swa_jax.base.settings import to_dict
@@ -194,15 +194,8 @@ class _Stages:
         write_json(file, {"key": self.model_sum, "model": self.job.source.name})
 
     def _measure(self, model: Decoder, pattern: AttentionPattern, tasks: list[EvalTask]) -> Any:
-        total = num_examples(tasks)
         with Progress("examples") as progress:
-            done = [0]
-
-            def advance(count: int) -> None:
-                done[0] += count
-                progress.update(done[0], total)
-
-            return measure(model, tasks, pattern, self.job.settings.batch_size, advance)
+            return measure(model, tasks, pattern, self.job.settings.batch_size, progress.update)
 
     def _measure_original(self) -> dict[str, Any]:
         tasks, pattern = self.job.tasks, self.job.source.pattern

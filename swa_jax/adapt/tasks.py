@@ -190,10 +190,20 @@ def measure(
     tasks: Sequence[EvalTask],
     pattern: AttentionPattern,
     batch_size: int,
-    advance: Callable[[int], None] = lambda _: None,
+    progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Scores:
-    """Every example of every task under a pattern, as plain JSON values. Text is read as a prompt is."""
+    """Every example of every task under a pattern, as plain JSON values. Text is read as a prompt is.
+
+    `progress` is called with (examples done, examples in all).
+    """
     scores: Scores = {}
+    total, done = num_examples(tasks), 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        progress(done, total)
+
     for task in tasks:
         seen = pattern if task.answers else pattern.with_window(Window(full_decode=False))
         scored = score_answers(model, task.examples, batch_size=batch_size, pattern=seen, advance=advance)

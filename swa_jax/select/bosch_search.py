@@ -30,8 +30,10 @@ from swa_jax.select.search import Optimizer, Optimum, ScoreBits, num_candidates,
 from swa_jax.select.swaps import swap_search
 
 Variant = Literal["bosch", "swaps", "single", "multi", "layer"]
-BUCKETS = (0.0, 0.25, 0.5, 0.75, 1.0)
+BUCKETS = (0.0, 0.25, 0.5, 0.75, 1.0)  # ratios that Stage 2 gives a layer
 PERCENTILES = (2.5, 97.5)
+GROUP_LAYERS = 4  # that Stage 3 searches together, at most; the paper has groups of 50 heads at most
+GAMMA = 0.2  # the headroom above the original score in Eq. 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +77,9 @@ def bosch(
     *,
     variant: Variant = "bosch",
     iterations: int = 100,
-    group_layers: int = 4,
-    gamma: float = 0.2,
     optimizer: Optimizer = "one-plus-one",
     seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Selection:
     """Choose the ceil(ratio * L * K) KV heads whose windowing costs the answers least (BOSCH, Algorithms 1 to 3).
 
@@ -87,13 +87,11 @@ def bosch(
       ratio: the share of windowed heads, the paper's rho.
       variant: "bosch" has all three stages. "swaps" goes on from there with swaps over the heads of all layers (see
         `swap_search`; not in the paper), which look at no more than `iterations` masks for each layer of the model. The
-        others are ablations: "single" is the mask of Stage 1, "multi" that of Stage 1 over groups of `group_layers`
+        others are ablations: "single" is the mask of Stage 1, "multi" that of Stage 1 over groups of `GROUP_LAYERS`
         layers, "layer" searches whole layers in one run. Their counts are rounded up in each layer, in each group, or
         in the number of layers.
       iterations: how many candidates are tried for each layer of a subproblem, the paper's kappa. Where there are no
         more than that, all are tried.
-      group_layers: how many layers Stage 3 searches together, at most. The paper has groups of 50 heads at most.
-      gamma: the headroom above the original score in Eq. 2.
       progress: called with (candidates tried, candidates expected).
 
     Raises:
@@ -105,7 +103,7 @@ def bosch(
         require_nomad()
     target = windowed_count(ratio, layers * heads)
     original, windowed = evaluate(np.ones(evaluate.shape, bool)), evaluate(np.zeros(evaluate.shape, bool))
-    low, high = windowed.value, (1 + gamma) * original.value  # a and b of Eq. 2
+    low, high = windowed.value, (1 + GAMMA) * original.value  # a and b of Eq. 2
     if high <= low:
         raise ConfigError(
             f"full attention scores {original.value:.1%} and windows everywhere {windowed.value:.1%}: there is nothing "
@@ -118,14 +116,14 @@ def bosch(
         run.expect(num_candidates(layers, layers - count, iterations * layers))
         full = run.whole_layers(np.ones(evaluate.shape, bool), count)
         return Selection(full, evaluate(full), *ends)
-    groups = _split(range(layers - 1, -1, -1), group_layers if variant == "multi" else 1)
+    groups = _split(range(layers - 1, -1, -1), GROUP_LAYERS if variant == "multi" else 1)
     staged = variant in ("bosch", "swaps")  # all stages of the paper
     probed, best, rise = _stage_1(run, groups, ratio, later=iterations * layers if staged else 0)
     if not staged:
         return Selection(probed, evaluate(probed), *ends, layer_scores=best)
     weights = layer_weights(best, original.value)
     layer_counts = adaptive_counts(weights, rise, heads, target)
-    full = _stage_3(run, _easy_to_hard(weights, rise), layer_counts, probed, group_layers)
+    full = _stage_3(run, _easy_to_hard(weights, rise), layer_counts, probed)
     if variant == "swaps":
         order = np.random.default_rng([seed, 4]).permutation(full.size)
         full = run.swaps(with_ones(full.ravel(), full.size - target, order).reshape(full.shape))
@@ -156,9 +154,7 @@ def _stage_1(
     return full, best, rise
 
 
-def _stage_3(
-    run: _Subproblems, easy: np.ndarray, layer_counts: np.ndarray, probed: np.ndarray, group_layers: int
-) -> np.ndarray:
+def _stage_3(run: _Subproblems, easy: np.ndarray, layer_counts: np.ndarray, probed: np.ndarray) -> np.ndarray:
     """Algorithm 3: layers of one ratio together, from the most windowed to the least; each search starts from `probed`.
 
     Args:
@@ -170,7 +166,7 @@ def _stage_3(
     groups = [
         group
         for count in sorted(set(layer_counts.tolist()), reverse=True)
-        for group in _split([layer for layer in easy if layer_counts[layer] == count], group_layers)
+        for group in _split([layer for layer in easy if layer_counts[layer] == count], GROUP_LAYERS)
     ]
     counts = [int(layer_counts[group].sum()) for group in groups]
     run.expect(run.candidates(groups, counts))
@@ -192,17 +188,14 @@ def layer_weights(best: np.ndarray, original: float) -> np.ndarray:
     return np.zeros(drop.size) if high == low else (drop.clip(low, high) - low) / (high - low)
 
 
-def adaptive_counts(
-    weights: np.ndarray, rise: np.ndarray, heads: int, target: int, buckets: Sequence[float] = BUCKETS
-) -> np.ndarray:
+def adaptive_counts(weights: np.ndarray, rise: np.ndarray, heads: int, target: int) -> np.ndarray:
     """Algorithm 2, lines 8 to 31: windowed heads of each layer [L], summing to the nearest to `target` they can.
 
     Args:
       weights: [L], 0 easy to 1 hard; rise: [L] decides between equals, larger is harder.
       heads: KV heads of a layer; target: windowed heads in all.
-      buckets: ratios a layer can get; one that comes to the same number of heads as another counts once.
     """
-    steps = sorted({math.ceil(bucket * heads - 1e-9) for bucket in buckets})
+    steps = sorted({math.ceil(bucket * heads - 1e-9) for bucket in BUCKETS})  # equal ones count once
     easy = _easy_to_hard(weights, rise)
     rank = np.zeros(len(weights), int)
     for bucket, group in enumerate(np.array_split(easy[::-1], len(steps))):  # the hardest get the lowest ratio
@@ -254,7 +247,7 @@ class _Subproblems:
     optimizer: Optimizer
     low: float  # a of Eq. 2
     high: float  # b
-    progress: Callable[[int, int], None] | None
+    progress: Callable[[int, int], None]
     done: int = 0
     total: int = 0
 
@@ -313,8 +306,7 @@ class _Subproblems:
         def score(bits: np.ndarray) -> Score:
             value = self.evaluate(with_bits(bits))
             self.done += 1
-            if self.progress:
-                self.progress(self.done, max(self.total, self.done))
+            self.progress(self.done, max(self.total, self.done))
             return value
 
         return score

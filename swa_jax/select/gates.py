@@ -52,7 +52,7 @@ def gate_logits(
     steps: int = 200,
     batch_size: int = 8,
     seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda *_: None,
 ) -> np.ndarray:
     """a of every KV head [L, K] float64; the larger, the more full attention is needed.
 
@@ -76,8 +76,7 @@ def gate_logits(
         gradient = _gradient(logits, graph, weights, batches[step % len(batches)], full_share, key)
         updates, state = optimizer.update(gradient, state)
         logits = optax.apply_updates(logits, updates)
-        if progress:
-            progress(step + 1, steps)
+        progress(step + 1, steps)
     return np.asarray(logits, np.float64)
 
 

@@ -23,7 +23,7 @@ def greedy_heads(
     *,
     tried: int = TRIED,
     rounds: int = ROUNDS,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Ranking:
     """The `count` heads that help the answers most, each beside those before it.
 
@@ -40,8 +40,7 @@ def greedy_heads(
     def advance(passes: int) -> None:
         nonlocal done
         done += passes
-        if progress:
-            progress(done, total)
+        progress(done, total)
 
     found, gradients = Ranking([], evaluate.shape, {}), []
     full = np.zeros(evaluate.shape, bool)

@@ -33,7 +33,7 @@ def kl_scores(
     *,
     whole_layers: bool = False,
     batch_size: int = 8,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda *_: None,
 ) -> np.ndarray:
     """Mean KL(full || one windowed), in nats a token, at the answers' tokens: of each KV head [L, K] float64.
 
@@ -70,8 +70,7 @@ def kl_scores(
             kl = _kl(graph, weights, batch, data_of(full), everything)
             sums[i] += np.asarray(kl, np.float64)[: len(index)].sum()
             done += 1
-            if progress:
-                progress(done, len(batches) * len(masks))
+            progress(done, len(batches) * len(masks))
     scores = (sums / len(examples)).reshape(layers, -1)
     return np.broadcast_to(scores, (layers, heads)).copy()
 

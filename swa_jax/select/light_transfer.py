@@ -32,7 +32,7 @@ def lazy_ratios(
     num_sink_tokens: int = SINK_TOKENS,
     recent_keys: int = RECENT_KEYS,
     batch_size: int = 8,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda *_: None,
 ) -> np.ndarray:
     """The lazy ratio of every layer for each example, from one pass under full attention: [N, L] f64, from 0 to 1.
 
@@ -64,8 +64,7 @@ def lazy_ratios(
         statistic = (lazy_ratio, (last_queries, num_sink_tokens, recent_keys))
         values = layer_statistics(graph, weights, batch.tokens, prompt.astype(jnp.int32), statistic)
         ratios[index] = np.asarray(values, np.float64).mean(-1).T[: len(index)]  # [L, B, H] -> [B, L]
-        if progress:
-            progress(done + 1, len(batches))
+        progress(done + 1, len(batches))
     return ratios
 
 

@@ -210,7 +210,7 @@ def _static(task: Task, ratios: Sequence[float], *, method: Any) -> Ranking:
     scores = static_scores(task.model, task.examples, method, task.window, **options)
     if (scores == scores[0, 0]).all():
         task.refuse("every head has the same score")
-    return rank_heads(scores, larger_is_local=LARGER_IS_LOCAL[method])
+    return rank_heads(scores, larger_is_local=method in LARGER_IS_LOCAL)
 
 
 def _gates(

@@ -36,7 +36,7 @@ from swa_jax.select.gates import gate_gradient
 
 Progress = Callable[[int, int], None]
 TRIED = 4  # layers, or heads, that are scored in a round of a search that a gradient leads
-EXACT_BELOW = 13  # layers: with fewer, all are scored, which costs little more
+EXACT_BELOW = 13  # layers: with fewer, all are scored
 GRADIENT_PASSES = 4  # that a gradient takes, about
 
 
@@ -81,7 +81,7 @@ def nll_scores(
     sliding_window: int | None = None,
     num_sink_tokens: int | None = None,
     full_attention_decode: bool = True,
-    progress: Progress | None = None,
+    progress: Progress = lambda *_: None,
     **options: Any,
 ) -> np.ndarray:
     """delta_l = L_ans(all windowed) - L_ans(all windowed but layer l): [L] float64; larger = needs full attention more.
@@ -98,7 +98,7 @@ def nll_deltas(
     examples: Sequence[Example],
     window: Window = OWN,
     *,
-    progress: Progress | None = None,
+    progress: Progress = lambda *_: None,
     **options: Any,
 ) -> NLLScores:
     """The same as `nll_scores`, but with the deltas of every example and their intervals."""
@@ -180,7 +180,11 @@ class LayerScorer:
         return self._store.seconds
 
     def __call__(
-        self, full_layers: Sequence[int] = (), *, tried: Sequence[int] | None = None, progress: Progress | None = None
+        self,
+        full_layers: Sequence[int] = (),
+        *,
+        tried: Sequence[int] | None = None,
+        progress: Progress = lambda *_: None,
     ) -> NLLScores:
         """Score the layers that are not in `full_layers`, or of these those in `tried`.
 
@@ -195,7 +199,7 @@ class LayerScorer:
 
         def report(examples: int, passes: float) -> None:
             done[0] += passes * examples
-            while progress and done[0] >= (done[1] + 1) * self.num_examples - 0.5:
+            while done[0] >= (done[1] + 1) * self.num_examples - 0.5:
                 done[1] += 1
                 progress(int(done[1]), total)
 
@@ -223,7 +227,7 @@ class LayerScorer:
         return np.array(self._store.records[key]["gains"])
 
     def greedy(
-        self, budget: int, *, tried: int | None = None, rounds: int | None = None, progress: Progress | None = None
+        self, budget: int, *, tried: int | None = None, rounds: int | None = None, progress: Progress = lambda *_: None
     ) -> list[NLLScores]:
         """Rounds of scores until `budget` layers are full: the best layer of each is full in the next ones.
 
@@ -246,8 +250,7 @@ class LayerScorer:
         for number, count in enumerate(counts):
 
             def report(done: int, _: int, before: int = sum(steps[:number])) -> None:
-                if progress:
-                    progress(before + done, sum(steps))
+                progress(before + done, sum(steps))
 
             full = [layer for scores in found for layer in scores.picked]
             scores = self._round(full, None if tried is None else tried + count - 1, report)
@@ -340,9 +343,9 @@ def _known(values: np.ndarray) -> list[float | None]:
     return [None if math.isnan(value) else value for value in values.tolist()]
 
 
-def tried_by_depth(layers: int) -> int | None:
-    """How many layers a round of a greedy search scores, unless it is told: all of a shallow model's (None)."""
-    return None if layers < EXACT_BELOW else TRIED
+def tried_by_depth(layers: int, tried: int | None = TRIED) -> int | None:
+    """How many layers a round of a greedy search scores: all of a shallow model's (None), which costs little more."""
+    return None if layers < EXACT_BELOW else tried
 
 
 def shares(budget: int, rounds: int | None) -> list[int]:

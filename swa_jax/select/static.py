@@ -46,20 +46,10 @@ from swa_jax.select.kl import kl_scores
 
 StaticMethod = Literal["dcam", "apl", "proxy", "qada", "razor", "fisher", "fisher-text", "kl", "kl-layers"]
 
-LARGER_IS_LOCAL: dict[StaticMethod, bool] = {
-    "dcam": True,
-    "apl": True,
-    "proxy": False,
-    "qada": True,
-    "razor": False,
-    "fisher": True,
-    "fisher-text": True,
-    "kl": False,
-    "kl-layers": False,
-}
+# The larger the score, the more local the head; of the others the smaller.
+LARGER_IS_LOCAL: frozenset[StaticMethod] = frozenset({"dcam", "apl", "qada", "fisher", "fisher-text"})
 # The same for all heads where the window holds everything.
-IN_WINDOW: tuple[StaticMethod, ...] = ("dcam", "qada", "fisher", "fisher-text", "kl", "kl-layers")
-OF_THE_PAPER: tuple[StaticMethod, ...] = ("dcam", "apl", "proxy", "qada", "razor", "fisher")
+IN_WINDOW: frozenset[StaticMethod] = frozenset({"dcam", "qada", "fisher", "fisher-text", "kl", "kl-layers"})
 PROXY_BLOCK, PROXY_MASS = 64, 0.9
 QADA_BUFFER = 64
 
@@ -72,11 +62,11 @@ def static_scores(
     *,
     batch_size: int = 1,
     seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda *_: None,
 ) -> np.ndarray:
     """The score of every KV head under full attention (BOSCH, Section B.3): [L, K] float64.
 
-    `LARGER_IS_LOCAL[method]` says whether a larger score means a more local head.
+    `LARGER_IS_LOCAL` has the methods of which a larger score means a more local head.
 
     Args:
       examples: prompts with answers. RAZOR uses only their length and the model's vocabulary.
@@ -111,8 +101,7 @@ def static_scores(
             values = layer_statistics(graph, weights, batch.tokens, batch.segment_ids, (method, window.keys))
         by_batch.append(np.asarray(values, np.float64)[:, : len(index)])  # [L, B, H] or [L, B, H, 2]
         tokens += int(batch.segment_ids[: len(index)].sum())
-        if progress:
-            progress(done + 1, len(batches))
+        progress(done + 1, len(batches))
     values = np.concatenate(by_batch, axis=1)
     if method == "apl":
         scores = 1 - np.minimum(1, np.median(values, axis=1) / window.keys)

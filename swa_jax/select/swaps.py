@@ -27,9 +27,7 @@ class _BudgetSpent(Exception):
     """Every candidate that may be looked at has been."""
 
 
-def swap_search(
-    score: ScoreBits, start: np.ndarray, budget: int, rng: np.random.Generator, random_starts: int = 1
-) -> Optimum:
+def swap_search(score: ScoreBits, start: np.ndarray, budget: int, rng: np.random.Generator) -> Optimum:
     """The best bits [n] with as many ones as `start` that swaps find from `eliminate`, `start` and random places.
 
     `eliminate` comes first, as it finds most: it may look at half of the budget, or at what ranking every head once
@@ -55,13 +53,12 @@ def swap_search(
         return counted
 
     limited(budget)(start)
-    drawn = [with_ones(np.zeros_like(start), ones, rng.permutation(start.size)) for _ in range(random_starts)]
+    drawn = with_ones(np.zeros_like(start), ones, rng.permutation(start.size))
     ranking = start.size + 2  # every head once, `start` and what comes out
     half = max(budget // 2, ranking) if budget >= ranking else 0
-    begins = [start, *drawn]
-    limits = [max(1, half + (budget - half) * i // len(begins)) for i in range(1, len(begins) + 1)]
-    first: list[tuple[np.ndarray | None, int]] = [(None, half)] if half else []
-    for begin, most in [*first, *zip(begins, limits, strict=True)]:
+    begins: list[tuple[np.ndarray | None, int]] = [(None, half)] if half else []
+    begins += [(start, max(1, half + (budget - half) // 2)), (drawn, budget)]
+    for begin, most in begins:
         share = limited(most)
         try:
             bits = _descend(share, eliminate(share, start.size, ones, most) if begin is None else begin)

@@ -50,7 +50,7 @@ class Task:
     partition: Partition | None = None
     force: bool = False
     report: Callable[[str], None] = lambda _: None
-    progress: Callable[[int, int], None] | None = None
+    progress: Callable[[int, int], None] = lambda *_: None
     _ends: dict[Window, tuple[AnswerScores, AnswerScores]] = dataclasses.field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:

@@ -138,7 +138,9 @@ def make_loss(
         model = nnx.merge(graph, params, frozen)
         ids, segments = batch["tokens"], batch["segment_ids"]
         targets, weights = next_token_targets(ids, segments, batch["weights"])
-        teacher = teacher_of(batch)
+        teacher = None
+        if "top_tokens" in batch:  # distilled data: the log-probabilities of each place's target
+            teacher = Teacher(*(jnp.roll(batch[name], -1, axis=1) for name in ("top_tokens", "top_logprobs")))
         layout, positions = partition, None
         # Dropout is drawn for the places of a row, which it is not to lose its order for.
         pieces = 1 if partition is None or dropout_key is not None else partition.size("sequence")
@@ -191,13 +193,6 @@ def _routing_metrics(routing: Routing, segments: jax.Array, totals: Totals) -> M
     )
     found = {f"{name}_by_layer": mean_by_layer(value, segments, totals.tokens) for name, value in values}
     return {"full_attention_ratio": jnp.mean(found["full_attention_ratio_by_layer"])} | found
-
-
-def teacher_of(batch: Batch) -> Teacher | None:
-    """The log-probabilities of distilled data, of each place's target; None of other data."""
-    if "top_tokens" not in batch:
-        return None
-    return Teacher(*(jnp.roll(batch[name], -1, axis=1) for name in ("top_tokens", "top_logprobs")))
 
 
 def _gradients(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from command_line import fails, run
+from small_job import SMALL, small_job
 from tiny_models import byte_checkpoint, make, start_tokenizer, with_template
 
 from swa_jax.adapt.estimate import estimate_report, estimate_text
@@ -27,7 +28,6 @@ from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.evaluate.examples import Example
 
 ROOT = Path(__file__).parents[2]
-SMALL = ["--length", 256, "--examples", 4, "--choose-by", 2, "--window", "16,32"]
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +39,6 @@ def tokenizer():
 def source():
     """In the cache before a command names it, which then says so in no line."""
     return find_source("recall")
-
-
-def small_job(tmp_path, **changes):
-    settings = {"length": 256, "window": (16,), "examples": 4, "choose_by": 2} | changes
-    return prepare(AdaptOptions("recall", tmp_path / "out", 0.3, **settings))
 
 
 def test_the_model_of_chains_is_asked_for_chains(tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from command_line import fails, run
+from small_job import SMALL, small_job
 
 from swa_jax.adapt import estimate as estimate_module
 from swa_jax.adapt import stages as stages_module
@@ -26,13 +27,6 @@ from swa_jax.adapt.job import MARK, STAGES, AdaptOptions, prepare
 from swa_jax.adapt.stages import StageResults, carry_out
 from swa_jax.base.errors import CheckpointError, ConfigError
 from swa_jax.base.files import locked
-
-SMALL = ["--length", 256, "--examples", 4, "--choose-by", 2, "--window", "16,32"]
-
-
-def small_job(tmp_path, **changes):
-    settings = {"length": 256, "window": (16,), "examples": 4, "choose_by": 2} | changes
-    return prepare(AdaptOptions("recall", tmp_path / "out", 0.3, **settings))
 
 
 def test_the_plan_says_what_would_be_done_and_does_nothing(tmp_path, monkeypatch):

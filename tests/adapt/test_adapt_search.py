@@ -53,7 +53,7 @@ class Landscape:
     def __init__(self):
         self.scored = 0
 
-    def measure(self, model, tasks, pattern, batch_size, advance):
+    def measure(self, model, tasks, pattern, batch_size, progress):
         self.scored += 1
         loss = (5 not in pattern.full_layers) + abs(pattern.sliding_window - 32) / 100
         loss += 0.2 * (pattern.num_sink_tokens == 0)
@@ -145,7 +145,7 @@ def test_layers_are_ranked_with_sink_tokens_on_a_few_examples(source, tmp_path, 
 
 
 def test_of_a_deep_model_those_that_a_gradient_names(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(search_module, "EXACT_BELOW", 8)
+    monkeypatch.setattr("swa_jax.select.nll.EXACT_BELOW", 8)
     search = ranked(source, tmp_path, monkeypatch, "layers", "quick")
     assert Asked.asked == (3, 2, 4)
     assert len(Asked.examples) == 2 + 1

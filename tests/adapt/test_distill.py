@@ -100,19 +100,6 @@ def test_samples_depend_on_seed_prompt_and_number_alone(checkpoint, prompts, tmp
     assert [line["reply_tokens"] for line in lines(other)] != texts
 
 
-def test_an_interrupted_run_draws_only_what_it_lacks(checkpoint, prompts, tmp_path, monkeypatch):
-    out, drawn, add = tmp_path / "out.jsonl", [], distillation.ReplyFile.add
-    with monkeypatch.context() as patch:
-        interrupt(patch, 3)
-        run(*command(checkpoint, prompts, out), status=130)
-    before = len(lines(tmp_path / "out.jsonl.unfinished")) - 1
-    monkeypatch.setattr(distillation.ReplyFile, "add", lambda self, reply: (drawn.append(1), add(self, reply)))
-    run(*command(checkpoint, prompts, out))
-    assert before in (2, 3)
-    assert len(drawn) == 8 - before
-    assert len(lines(out)) == 8
-
-
 def test_samples_of_equal_prompts_and_shares():
     prompts = [[1, 2], [3], [1, 2], [4]]
     samples = samples_of(prompts, 3)

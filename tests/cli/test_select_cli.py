@@ -50,7 +50,7 @@ def planted(monkeypatch):
 
 def test_bosch_writes_a_pattern_a_picture_and_its_evaluations(planted, tmp_path):
     out = tmp_path / "new" / "heads.json"
-    options = ("x", "--ratio", 0.75, "--window", WINDOW_SIZE, "--batch-size", 16, "--out", out)
+    options = ("x", "--ratio", 0.75, "--window", WINDOW_SIZE, "--batch-size", 8, "--out", out)
     output = run("select", "bosch", *options)
     assert "answers right: 100.0%, with full attention 100.0%, all windowed 0.0%" in output
     assert f"written to {out} and {out.with_suffix('.png')}" in output
@@ -148,7 +148,7 @@ def test_a_search_by_prompts_that_tell_nothing_does_not_begin(checkpoint, tmp_pa
 
 def test_bosch_by_loss(planted, tmp_path):
     out = tmp_path / "heads.json"
-    options = ("x", "--ratio", 0.75, "--window", WINDOW_SIZE, "--batch-size", 16, "--out", out)
+    options = ("x", "--ratio", 0.75, "--window", WINDOW_SIZE, "--batch-size", 8, "--out", out)
     output = run("select", "bosch", *options, "--by", "loss", "--iterations", 4)
     assert "likelihood of the answers: " in output
     pattern = AttentionPattern.from_json(out)

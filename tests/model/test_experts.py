@@ -34,12 +34,11 @@ VARIANTS = {
         EXPERTS, num_experts=7, num_experts_per_tok=1, norm_topk_prob=False, hidden_act="gelu_tanh"
     ),
     "fused, clamped, biases": FUSED_EXPERTS,
-    "all experts, biases": dataclasses.replace(EXPERTS, num_experts_per_tok=5, mlp_bias=True),
+    "all experts and a shared one, biases": dataclasses.replace(
+        EXPERTS, num_experts_per_tok=5, mlp_bias=True, shared_expert_intermediate_size=7
+    ),
     "a single expert": dataclasses.replace(EXPERTS, num_experts=1, num_experts_per_tok=1, mlp_bias=True),
-    "sigmoids": dataclasses.replace(EXPERTS, router_scores="sigmoid", expert_multiplier=0.6),
     "sigmoids as they are": dataclasses.replace(EXPERTS, router_scores="sigmoid", norm_topk_prob=False),
-    "probabilities, biased choice": dataclasses.replace(EXPERTS, router_choice_bias=True, mixture_multiplier=0.5),
-    "shared expert": dataclasses.replace(EXPERTS, shared_expert_intermediate_size=7, mlp_bias=True),
     "groups, biased choice, shared expert": SHARED_EXPERTS,
 }
 
@@ -212,6 +211,7 @@ def test_the_router_computes_in_f32_in_a_model_of_any_dtype():
 
 
 def test_operations_of_experts_are_those_that_a_token_meets():
+    assert dataclasses.replace(EXPERTS, mlp_layer_types=("sparse",) * 4) == EXPERTS  # one spelling
     attention = 24 * 8 * (4 + 2 + 2) + 4 * 8 * 24
     expert = 3 * 24 * 12
     assert matrix_parameters(EXPERTS) == 4 * (attention + 2 * expert) + 24 * 61
@@ -222,29 +222,21 @@ def test_operations_of_experts_are_those_that_a_token_meets():
     assert matrix_parameters(MIXED) == 4 * attention + 2 * 2 * expert + 2 * dense + 24 * 61
 
 
-def test_lora_adapts_the_gate_of_attention_but_no_shared_expert():
+def test_lora_adapts_attention_and_its_gate_but_no_expert():
     config = dataclasses.replace(SHARED_EXPERTS, mlp_layer_types=())
     model = base_model(config).with_pattern(make("FFFF"))
-    with pytest.raises(ConfigError, match="names 'up_proj', which a llama model does not have"):
-        with_lora(model, LoraConfig(targets=("up_proj",)), nnx.Rngs(0))
+    for name in ("up_proj", "gate_proj"):
+        with pytest.raises(ConfigError, match=f"names '{name}', which a llama model does not have"):
+            with_lora(model, LoraConfig(targets=(name,)), nnx.Rngs(0))
     adapted = with_lora(model, LoraConfig(rank=2, targets=("g_proj",)), nnx.Rngs(0))
+    trained, frozen = (dict(nnx.to_flat_state(state)) for state in trained_and_frozen(adapted))
+    assert {path[-1] for path in trained} == {"lora_a", "lora_b"}
+    assert ("layers", "experts", "expert_router", "kernel") in frozen
     adapted.layers.attention.g_proj.lora_b[...] += 1.0
     tokens = jnp.arange(5)[None]
     with_adapters = logits_of(adapted, tokens)
     assert np.abs(with_adapters - logits_of(model, tokens)).max() > 0.01
     assert_close(logits_of(merge_lora(adapted), tokens), with_adapters, "float32")
-
-
-def test_lora_adapts_attention_but_no_experts():
-    model = base_model(EXPERTS).with_pattern(make("FFFF"))
-    with pytest.raises(ConfigError, match="names 'gate_proj', which a llama model does not have"):
-        with_lora(model, LoraConfig(targets=("gate_proj",)), nnx.Rngs(0))
-    adapted = with_lora(model, LoraConfig(rank=2), nnx.Rngs(0))
-    trained, frozen = (dict(nnx.to_flat_state(state)) for state in trained_and_frozen(adapted))
-    assert {path[-1] for path in trained} == {"lora_a", "lora_b"}
-    assert ("layers", "experts", "expert_router", "kernel") in frozen
-    tokens = jnp.arange(5)[None]
-    assert_close(logits_of(adapted, tokens), logits_of(model, tokens), "float32")
 
 
 @pytest.mark.parametrize(
@@ -272,10 +264,6 @@ def test_lora_adapts_attention_but_no_experts():
 def test_descriptions_of_experts_that_cannot_be_are_refused(fields, sentence):
     with pytest.raises(ConfigError, match=sentence):
         dataclasses.replace(EXPERTS, **fields)
-
-
-def test_one_spelling_for_layers_that_are_all_sparse():
-    assert dataclasses.replace(EXPERTS, mlp_layer_types=("sparse",) * 4) == EXPERTS
 
 
 def test_dense_models_of_families_with_experts_have_none():

@@ -154,21 +154,6 @@ def test_gradients_are_those_of_the_dense_weights():
             np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * float(jnp.abs(expected).max()))
 
 
-@pytest.mark.slow
-def test_dropout_is_drawn_from_the_seed_the_step_and_the_piece():
-    model = randomised(adapted("full"))
-    outcomes = []
-    for seed in (0, 1):
-        _, step = start(model, run_config(seed=seed))
-        for at in (0, 1, 1):
-            state, _ = start(model, run_config())
-            state.step = jnp.int32(at)
-            outcomes.append(float(step(state, BATCH, 1)[1]["gradient_norm"]))
-    assert outcomes[1] == outcomes[2]
-    assert outcomes[4] == outcomes[5]
-    assert len(set(outcomes)) == 4
-
-
 def test_each_layer_and_projection_drops_something_else():
     model, key = randomised(adapted("window")), jax.random.key(3)
     seed_dropout(model.layers, key)

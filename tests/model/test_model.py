@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.experimental.compilation_cache import compilation_cache
 from timing import least_seconds
 from tiny_models import LAYERS, PATTERNS, SIGMOID, SOFTMAX, WINDOW_SIZE, base_model, logits_of, make, model_of
 
@@ -146,7 +145,7 @@ def test_gates_are_of_both_kinds():
 # ---- caches ----
 
 
-@pytest.mark.parametrize("max_length", [5, 7, 64])
+@pytest.mark.parametrize("max_length", [5, 64])
 @pytest.mark.parametrize("name", PATTERNS)
 def test_cache_bytes_are_those_of_the_formula(name, max_length):
     config, pattern = PATTERNS[name]
@@ -341,7 +340,7 @@ def test_tokens_and_patterns_as_a_user_may_write_them():
     model.pattern = before
 
 
-@pytest.mark.parametrize("token", [61, 500, -1])
+@pytest.mark.parametrize("token", [61, -1])
 def test_an_id_without_an_embedding(token):
     """One sentence where values are known; inside a compiled function they are not, and what sees it is no number."""
     model, tokens = model_of("window"), [[5, 6, token, 7, 8]]
@@ -404,34 +403,6 @@ def test_program_does_not_grow_with_depth(lower):
     operations = [len(lower(layers).as_text().splitlines()) for layers in (8, 32)]
     assert operations[0] > 200
     assert operations[1] == operations[0]
-
-
-@pytest.fixture
-def compiling_anew():
-    """Without the cache on disk, from which a program comes in no time at any depth."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
-    compilation_cache.reset_cache()
-
-
-@pytest.mark.usefixtures("compiling_anew")
-@pytest.mark.long
-@pytest.mark.parametrize("lower", [lower_gradient, lower_generation])
-def test_compile_time_does_not_grow_with_depth(lower):
-    def seconds(layers):
-        jax.clear_caches()
-        start = time.process_time()
-        lower(layers).compile()
-        return time.process_time() - start
-
-    def level(least):
-        return least[32] <= 1.2 * least[8]
-
-    seconds(8)  # first-call costs of the process
-    least = least_seconds(seconds, (8, 32), level)
-    assert level(least), least
 
 
 @pytest.mark.slow

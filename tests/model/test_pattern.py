@@ -115,6 +115,10 @@ def test_options_win_over_a_file(tmp_path):
         assert load_pattern(source, config, seed=3) == pattern
         changed = load_pattern(source, config, Window(6, 0))
         assert changed == dataclasses.replace(pattern, sliding_window=6, num_sink_tokens=0)
+    assert load_pattern(pattern, config) == pattern
+    assert load_pattern("interleave-1-in-2", SOFTMAX, Window(6)) == make("wFwF")
+    with pytest.raises(ConfigError, match="2 layers, the model 4"):
+        load_pattern(pattern, SOFTMAX)
 
 
 @pytest.mark.parametrize(
@@ -284,16 +288,6 @@ def test_validate(pattern, sentence):
     with pytest.raises(ConfigError) as error:
         pattern.validate(SOFTMAX)
     assert str(error.value).startswith(sentence)
-
-
-def test_load_pattern(tmp_path):
-    pattern = make("wFwF")
-    pattern.to_json(tmp_path / "p.json")
-    assert load_pattern(pattern, SOFTMAX) == pattern
-    assert load_pattern(tmp_path / "p.json", SOFTMAX) == pattern
-    assert load_pattern("interleave-1-in-2", SOFTMAX, Window(6)) == pattern
-    with pytest.raises(ConfigError, match="3 layers, the model 4"):
-        load_pattern(make("www"), SOFTMAX)
 
 
 # ---- reading it ----

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from tiny_models import WIDER
@@ -27,6 +28,8 @@ from swa_jax.model.sharding import (
     state_shardings,
 )
 from swa_jax.train.loop import random_model
+from swa_jax.train.optimizer import OptimizerConfig, make_optimizer
+from swa_jax.train.step import init_state
 
 ROOT = Path(__file__).parents[2]
 MODEL = dataclasses.replace(WIDER, vocab_size=60, num_hidden_layers=2)
@@ -43,13 +46,7 @@ def abstract_partition(**sizes: int) -> Partition:
 
 @pytest.mark.parametrize(
     "what",
-    [
-        "small",
-        pytest.param("attention", marks=pytest.mark.long),
-        pytest.param("rows", marks=pytest.mark.long),
-        pytest.param("training", marks=pytest.mark.long),
-        pytest.param("selection", marks=pytest.mark.long),
-    ],
+    ["small", *(pytest.param(x, marks=pytest.mark.long) for x in ("attention", "rows", "training", "selection"))],
 )
 def test_every_mesh_computes_what_one_device_does(what):
     run_on_eight_devices("tests.on_mesh", what)
@@ -64,15 +61,8 @@ def run_on_eight_devices(module: str, *arguments: str) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(
-            pytest.param(n, marks=pytest.mark.long)
-            for n in ("every-kind", "head-hybrid", "every-kind+fa-decode", "swat-every-kind")
-        )
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["every-kind", "head-hybrid", "every-kind+fa-decode", "swat-every-kind"])
 def test_every_mesh_generates_what_one_device_does(name):
     run_on_eight_devices("tests.generation_on_mesh", name)
 
@@ -103,11 +93,6 @@ def test_rules_refuse_an_axis_that_would_split_a_tensor_twice():
 def test_parameters_and_moments_are_split_alike_and_what_cannot_be_is_named():
     pattern = AttentionPattern.from_recipe("switch", MODEL, sliding_window=4)
     model = random_model(MODEL, pattern, 0, None)
-    from flax import nnx
-
-    from swa_jax.train.optimizer import OptimizerConfig, make_optimizer
-    from swa_jax.train.step import init_state
-
     state = init_state(nnx.state(model, nnx.Param), make_optimizer(OptimizerConfig(), 10, MODEL))
     partition = abstract_partition(fsdp=4, tensor=2)
     paths = jax.tree_util.tree_leaves_with_path(state_shardings(state, partition, MODEL))

@@ -34,7 +34,7 @@ def examples():
 
 
 def evaluator(model, examples, **options):
-    return MaskEvaluator(model, examples, **({"window": Window(WINDOW_SIZE), "batch_size": 16} | options))
+    return MaskEvaluator(model, examples, **({"window": Window(WINDOW_SIZE), "batch_size": 8} | options))
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_a_search_that_cannot_try_everything_comes_close_and_repeats_itself(eval
 
 
 @pytest.mark.parametrize("variant", ["bosch", "swaps", "single", "multi", "layer"])
-@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75, 0.875])
+@pytest.mark.parametrize("ratio", [0.5, 0.875])
 def test_counts_are_kept(evaluate, variant, ratio):
     chosen = bosch(evaluate, ratio, variant=variant, iterations=2)
     by_layer = (~chosen.full).sum(1)
@@ -139,7 +139,7 @@ def test_the_ends_of_the_ratio_need_no_search(evaluate):
 
 
 def test_prompts_inside_the_window_make_every_mask_the_same(model, examples):
-    evaluate = MaskEvaluator(model, examples, Window(len(examples[0].prompt)), batch_size=16)
+    evaluate = MaskEvaluator(model, examples, Window(len(examples[0].prompt)), batch_size=8)
     rng = np.random.default_rng(0)
     scores = {evaluate(rng.random((LAYERS, KV_HEADS)) < 0.5) for _ in range(5)}
     assert len(scores) == 1  # to the last bit
@@ -182,7 +182,7 @@ def test_an_interrupted_search_goes_on_and_ends_the_same(model, examples, tmp_pa
 def test_the_pattern_says_how_it_was_found(tmp_path):
     file = tmp_path / "masks.json"
     task = Task(
-        planted_model(), planted_examples(), Window(WINDOW_SIZE), batch_size=16, seed=5, data="planted", file=file
+        planted_model(), planted_examples(), Window(WINDOW_SIZE), batch_size=8, seed=5, data="planted", file=file
     )
     (pattern,) = choose("bosch", task, [RATIO], iterations=2)
     again = AttentionPattern.from_json(pattern.to_json())

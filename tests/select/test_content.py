@@ -14,12 +14,13 @@ from tiny_models import BYTES, SOFTMAX, byte_checkpoint, make
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.files import digest
-from swa_jax.checkpoint.folder import load_model, save_model
+from swa_jax.checkpoint.folder import load_model, save_model, weights_sum
 from swa_jax.evaluate import Example
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
 from swa_jax.select import LayerScorer, MaskEvaluator
+from swa_jax.select.content import content_key
 
 FULL = np.ones((LAYERS, KV_HEADS), bool)
 
@@ -40,7 +41,7 @@ def mute(seed):
 
 def test_a_saturated_model_is_not_taken_for_another(tmp_path):
     file, examples = tmp_path / "scores.json", planted_examples()
-    options = {"window": Window(WINDOW_SIZE), "batch_size": 16, "file": file}
+    options = {"window": Window(WINDOW_SIZE), "batch_size": 8, "file": file}
     first, other = (
         MaskEvaluator(saturated(), examples, **options),
         MaskEvaluator(saturated(seed=3), examples, **options),
@@ -95,8 +96,6 @@ def test_other_content_begins_anew_beside_what_is_kept(scorer, tmp_path):
 
 
 def test_the_content_key_sees_what_decides_and_nothing_else():
-    from swa_jax.select.content import content_key
-
     model = Decoder(SOFTMAX, make("wwww"), rngs=nnx.Rngs(0))
     examples = [Example([1, 2, 3], [4], ["four"]), Example([5, 6], [7, 8], [])]
     key = content_key(model, examples, sliding_window=6)
@@ -121,8 +120,6 @@ def test_the_content_key_sees_what_decides_and_nothing_else():
 
 
 def test_a_folders_sum_is_that_of_its_weights(tmp_path):
-    from swa_jax.checkpoint.folder import weights_sum
-
     def save(seed, name, pattern):
         return save_model(Decoder(BYTES, make(pattern), rngs=nnx.Rngs(seed)), tmp_path / name)
 

@@ -41,7 +41,6 @@ def examples(vocab, count=3):
     ("config", "decode"),
     [
         (SOFTMAX, True),
-        (MIXED, False),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in ((SOFTMAX, False), (MIXED, True), (SANDWICH, True))),
     ],
 )

@@ -16,7 +16,7 @@ from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
 from swa_jax.select.heads import head_pattern
 from swa_jax.select.methods import rank_heads
-from swa_jax.select.static import LARGER_IS_LOCAL, static_scores
+from swa_jax.select.static import static_scores
 
 CONFIG = dataclasses.replace(SOFTMAX, num_hidden_layers=2)
 WINDOW, SINKS = 4, 1
@@ -66,4 +66,4 @@ def found(name):
     plant = Plant(placement(name, 0))
     scores = static_scores(plant.model(), plant.examples(16), "kl", Window(WINDOW_SIZE), batch_size=16)
     ratio = 1 - FULL_HEADS / (LAYERS * KV_HEADS)
-    return plant.hits(rank_heads(scores, larger_is_local=LARGER_IS_LOCAL["kl"]).first(ratio)[0])
+    return plant.hits(rank_heads(scores, larger_is_local=False).first(ratio)[0])

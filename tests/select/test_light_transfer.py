@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from flax import nnx
-from planted import LAYERS, PLANTED, WINDOW_SIZE, planted_examples, planted_model
+from planted import PLANTED, WINDOW_SIZE, planted_examples, planted_model
 from tiny_models import PLAIN
 from whole_attention import whole_attention
 
@@ -70,21 +70,12 @@ def test_lazy_layers_are_windowed(monkeypatch):
     assert [options["recent_keys"] for options in asked] == [1020, 54]
 
 
-@pytest.mark.parametrize(("last", "hits"), [(32, range(3)), (1, range(1, 4))])
-def test_means_over_heads_and_queries_miss_planted_layers(last, hits):
-    # One token in 48 looks far, through at most 3 heads in 8.
-    layers = {layer for layer, _ in PLANTED}
-    ratios = lazy_ratios(
-        planted_model(),
-        planted_examples(),
-        last_queries=last,
-        num_sink_tokens=0,
-        recent_keys=WINDOW_SIZE,
-        batch_size=16,
-    )
+def test_means_over_heads_and_queries_miss_planted_layers():
+    """One token in 48 looks far, through at most 3 heads in 8."""
+    layers, near = {layer for layer, _ in PLANTED}, {"num_sink_tokens": 0, "recent_keys": WINDOW_SIZE}
+    ratios = lazy_ratios(planted_model(), planted_examples(), last_queries=32, batch_size=8, **near)
     chosen = np.argsort(ratios.mean(0), kind="stable")[: len(layers)].tolist()
-    assert len(layers & set(chosen)) in hits
-    assert len(chosen) == len(layers) < LAYERS
+    assert len(layers & {*chosen}) < len(layers) - 1
 
 
 def test_bad_numbers_and_models_are_named(model):

@@ -111,18 +111,6 @@ def test_every_placement_is_found_in_a_model(name):
     assert np.mean(hits) >= 0.95
 
 
-def test_plants_need_their_heads():
-    for name in PLACEMENTS:
-        for seed in range(3):
-            units = placement(name, seed)
-            heads = [head for unit in units for head in unit.heads]
-            assert len(set(heads)) == len(heads), name
-            assert sum(unit.needed for unit in units) == FULL_HEADS
-            assert all(unit.kind != "chain" or unit.heads[0][0] < unit.heads[1][0] for unit in units)
-            assert Plant(units).hits(np.ones(SHAPE, bool)) == 1
-    assert placement("anywhere", 0) != placement("anywhere", 1)
-
-
 @pytest.mark.parametrize("name", ["conjunctions", pytest.param("chains", marks=pytest.mark.slow)])
 def test_both_heads_of_a_unit_are_needed(name):
     plant = Plant(placement(name, 0))

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from flax import nnx
 from process_groups import ends, free_port
-from tiny_models import BYTES, byte_checkpoint, make
+from tiny_models import BYTES, byte_checkpoint, logits_of, make
 from training_runs import losses, read_metrics
 
 from swa_jax.base.errors import ConfigError
@@ -111,7 +111,7 @@ def test_the_loss_is_that_of_the_reply_tokens(batch, samples, byte_tokenizer, mo
     if kl_top_k is None:
         batch = {name: x for name, x in batch.items() if not name.startswith("top_")}
     loss, metrics = loss_and_metrics(model, config, batch)
-    logits = model(batch["tokens"], segment_ids=batch["segment_ids"])
+    logits = logits_of(model, batch["tokens"], segment_ids=batch["segment_ids"])
     q = np.asarray(jax.nn.softmax(logits), np.float64)
     nll, kl = [], []
     for row, place in np.argwhere(batch["weights"] > 0):

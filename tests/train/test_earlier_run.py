@@ -1,5 +1,6 @@
 """`init_optimizer`: a run that goes on with an earlier one's optimizer is the uninterrupted run, bit for bit."""
 
+import functools
 import shutil
 from pathlib import Path
 
@@ -34,8 +35,8 @@ def settings(tmp_path_factory, byte_tokenizer):
     (folder / "text.txt").write_text("One of the special magic numbers for brave-otter is: 4821673.\n" * 40)
     (folder / "more.txt").write_text("A longer context, and other words in it. 12345\n" * 40)
     first, second = (
-        {"sequence_length": length, "batch_size": 4, "data": [{"files": [f"{folder}/{name}"]}]}
-        for length, name in ((16, "text.txt"), (32, "more.txt"))
+        {"sequence_length": 16, "batch_size": 4, "data": [{"files": [f"{folder}/{name}"]}]}
+        for name in ("text.txt", "more.txt")
     )
     stages = [{"steps": FIRST, **first}, {"steps": SECOND, **second}]
     return {
@@ -69,14 +70,24 @@ def uninterrupted(settings, folder, name):
     return whole, before, after
 
 
-@pytest.fixture(scope="module", params=["adamw", pytest.param("muon", marks=pytest.mark.long)])
-def runs(request, settings, tmp_path_factory):
-    """The folder of an uninterrupted run and of its first stage alone, and the settings of the second stage."""
-    folder = tmp_path_factory.mktemp(request.param)
-    whole, before, after = uninterrupted(settings, folder, request.param)
-    for run in (whole, before):
-        train(from_dict(TrainConfig, run), quiet=True)
-    return folder, after
+@pytest.fixture(scope="module")
+def runs_of(settings, tmp_path_factory):
+    """By optimizer: the folder of an uninterrupted run and of its first stage alone, and the second's settings."""
+
+    @functools.cache
+    def trained(name):
+        folder = tmp_path_factory.mktemp(name)
+        whole, before, after = uninterrupted(settings, folder, name)
+        for run in (whole, before):
+            train(from_dict(TrainConfig, run), quiet=True)
+        return folder, after
+
+    return trained
+
+
+@pytest.fixture(params=["adamw", pytest.param("muon", marks=pytest.mark.long)])
+def runs(request, runs_of):
+    return runs_of(request.param)
 
 
 def test_the_uninterrupted_run_bit_for_bit(runs):
@@ -140,12 +151,9 @@ def test_an_interruption_changes_nothing_even_when_the_earlier_run_is_gone(runs,
 # ---- refusals ----
 
 
-@pytest.fixture(scope="module")
-def first(settings, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("refused")
-    _, before, after = uninterrupted(settings, folder, "adamw")
-    train(from_dict(TrainConfig, before), quiet=True)
-    return folder, after
+@pytest.fixture
+def first(runs_of):
+    return runs_of("adamw")
 
 
 def refused(after, folder, sentence, error=ConfigError):

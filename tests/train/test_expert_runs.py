@@ -11,11 +11,15 @@ from command_line import fails, run
 from flax import nnx
 from training_runs import Interruption, interrupt_at, losses, read_metrics
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.families import hf_config, hf_pattern, model_config
 from swa_jax.checkpoint.folder import load_model, save_model
 from swa_jax.checkpoint.hf_export import export_model
+from swa_jax.evaluate import Example
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.window import Window
+from swa_jax.select import nll_deltas
+from swa_jax.select.static import static_scores
 
 SIZES = {
     "vocab_size": 257,
@@ -142,11 +146,6 @@ def test_what_a_model_cannot_is_said_in_one_sentence(source, settings, tmp_path)
 
 def test_selection_in_models_of_dense_and_sparse_layers(tmp_path):
     """What goes through the layers one by one takes layers that are alike; whole passes serve any model."""
-    from swa_jax.base.errors import ConfigError
-    from swa_jax.evaluate import Example
-    from swa_jax.select import nll_deltas
-    from swa_jax.select.static import static_scores
-
     hf = {"model_type": "qwen3_moe", **SIZES, **FAMILIES["qwen3_moe"], "use_sliding_window": True}
     model = Decoder(model_config(hf), hf_pattern(hf), rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from timing import wait_until
 from tiny_models import BYTES
 from training_runs import losses
 
@@ -22,13 +23,6 @@ from swa_jax.train.loop import TrainConfig, train
 from swa_jax.train.preemption import EXIT_STATUS, Preempted, preemption_notices
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def wait_until(condition, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_sigterm_is_noticed_at_the_next_step_and_the_old_handler_comes_back():
@@ -148,90 +142,6 @@ def test_a_terminated_run_goes_on_from_its_last_step_and_past_a_damaged_checkpoi
     assert len(calls) == 6 + 6  # from step 4
     assert f"{manifest} is damaged" in caplog.text
     assert sorted(path.name for path in checkpoints.iterdir()) == ["10", "6.damaged", "8"]
-
-
-_PROCESS = """
-import sys, time
-import jax, numpy as np
-process, processes, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-jax.distributed.initialize(f"localhost:{port}", processes, process)
-from pathlib import Path
-from jax.sharding import NamedSharding, PartitionSpec as P
-from swa_jax.train.preemption import Preempted, preemption_notices
-from swa_jax.train.run_checkpoints import RunCheckpoints
-mesh = jax.sharding.Mesh(np.array(jax.devices()), ("fsdp",))
-shardings = {"w": NamedSharding(mesh, P("fsdp")), "step": NamedSharding(mesh, P())}
-state = jax.jit(lambda: {"w": jax.numpy.arange(64.0), "step": 0}, out_shardings=shardings)()
-step_function = jax.jit(lambda s: {"w": s["w"] + s["w"].sum() * 1e-3, "step": s["step"] + 1}, donate_argnums=0)
-with preemption_notices() as preempted, RunCheckpoints(Path(folder), keep=2) as checkpoints:
-    if checkpoints.newest is not None:
-        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-        state, data = checkpoints.restore(abstract)
-        assert data == {"step": checkpoints.newest} and int(state["step"]) == checkpoints.newest
-    print("from", checkpoints.newest, flush=True)
-    for done in range(int(state["step"]) + 1, 401):
-        state = step_function(state)
-        if sys.argv[5] == "slow":
-            time.sleep(0.02)
-        stop = preempted(done)
-        if stop or done % 20 == 0:
-            checkpoints.save(done, state, {"step": done})
-        if stop:
-            checkpoints.wait()
-            print("stopped", done, flush=True)
-            raise Preempted
-print("sum", float(jax.jit(lambda s: s["w"].sum())(state)).hex(), flush=True)
-"""
-
-
-def start_processes(count, folder, pace):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", _PROCESS, str(i), str(count), str(port), str(folder), pace],
-            cwd=ROOT,
-            env=environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for i in range(count)
-    ]
-
-
-def finish(processes):
-    return [process.communicate(timeout=120) for process in processes]
-
-
-@pytest.mark.long
-def test_two_processes_stop_at_the_same_step_and_go_on(tmp_path):
-    straight = [out for out, _ in finish(start_processes(2, tmp_path / "straight", "fast"))]
-    folder = tmp_path / "interrupted"
-    processes = start_processes(2, folder, "slow")
-    wait_until(lambda: (folder / "40").exists(), 60)
-    processes[1].send_signal(signal.SIGTERM)  # one of them is given notice
-    results = finish(processes)
-    assert [process.returncode for process in processes] == [143, 143], results
-    stops = {out.splitlines()[-1] for out, _ in results}
-    assert len(stops) == 1
-    stop = int(stops.pop().split()[1])
-    assert stop >= 40
-
-    processes = start_processes(2, folder, "slow")
-    wait_until(lambda: (folder / str(stop // 20 * 20 + 40)).exists(), 60)
-    for process in processes:
-        process.kill()
-    results = finish(processes)
-    assert all(f"from {stop}" in out.splitlines() for out, _ in results), results
-
-    resumed = finish(start_processes(2, folder, "fast"))
-    firsts = {line for out, _ in resumed for line in out.splitlines() if line.startswith("from ")}
-    assert len(firsts) == 1, resumed  # both know the same checkpoint
-    assert int(firsts.pop().split()[1]) > stop
-    assert [out.splitlines()[-1] for out, _ in resumed] == [out.splitlines()[-1] for out in straight]
 
 
 @pytest.mark.long

@@ -30,7 +30,7 @@ def mean_loss(loss):
     return jnp.sum(loss.nll * loss.weight) / jnp.sum(loss.weight)
 
 
-@pytest.mark.parametrize("chunk", [1, 16, 1000])
+@pytest.mark.parametrize("chunk", [16, 1000])
 def test_chunked_cross_entropy_equals_the_plain_form_with_gradients(chunk):
     hidden, head, targets, weights = random_case()
 
@@ -152,7 +152,7 @@ def teacher_case(count):
     return hidden, head, targets, weights, logp, Teacher(ids, values)
 
 
-@pytest.mark.parametrize(("chunk", "count"), [(16, 1), (1000, 4), (16, 28)])
+@pytest.mark.parametrize(("chunk", "count"), [(1000, 1), (16, 28)])
 def test_divergence_from_the_top_k_and_the_rest_as_one_class(chunk, count):
     """KL over K + 1 classes by the plain formula, with its gradients. With V - 1 of V tokens it is the whole KL."""
     hidden, head, targets, weights, logp, teacher = teacher_case(count=count)
@@ -183,16 +183,20 @@ def test_divergence_from_the_top_k_and_the_rest_as_one_class(chunk, count):
 def test_divergence_from_oneself_is_nothing():
     """Also where the K likeliest hold all of the probability that f32 and the file's float16 can tell."""
     hidden, head, targets, weights = random_case()
-    for sharpness in (1.0, 40.0):
-        logp = jax.nn.log_softmax(hidden @ head * sharpness)
-        values, ids = jax.lax.top_k(logp, 3)
+
+    @jax.jit
+    def divergence(head):
+        values, ids = jax.lax.top_k(jax.nn.log_softmax(hidden @ head), 3)
         teacher = Teacher(ids, values.astype(jnp.float16).astype(jnp.float32))
 
-        def divergence(hidden, head, teacher=teacher):
+        def total(hidden):
             found = token_loss(hidden, head, targets, weights, 16, teacher=teacher).divergence
             return found.sum(), found
 
-        (_, found), (gradient, _) = value_and_gradients(divergence, hidden, head * sharpness)
+        return jax.value_and_grad(total, has_aux=True)(hidden)
+
+    for sharpness in (1.0, 40.0):
+        (_, found), gradient = divergence(head * sharpness)
         assert jnp.abs(found).max() < 3e-3
         assert jnp.isfinite(gradient).all()
         assert jnp.abs(gradient).max() < 0.02 * sharpness
