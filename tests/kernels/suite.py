@@ -14,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import AttentionSpec, alibi_slopes, attention, blocks, gpu, routed_attention, xla
 from pallas_kernels.gpu.operands import Tile
+from pallas_kernels.math.spec import dense_mask
 from pallas_kernels.tpu.calls import launches
 from pallas_kernels.tpu.decode import decode
 from pallas_kernels.tpu.schedule import documents
@@ -173,6 +174,13 @@ def gates(kind, shape=(2, 50)):
         "runs": np.arange(shape[1]) // 9 % 2 * np.ones(shape),
     }[kind]
     return jnp.asarray(drawn, jnp.float32)
+
+
+def seen_pairs(spec: AttentionSpec, where, *, outside: bool = False) -> np.ndarray:
+    """The dense mask, or with `outside` what full attention sees beside it. NumPy's: JAX compiles each operation."""
+    where = jax.tree.map(np.asarray, where)
+    seen = np.asarray(dense_mask(spec, where))
+    return np.asarray(dense_mask(spec.full, where)) & ~seen if outside else seen
 
 
 def quick_jit(function, **options):

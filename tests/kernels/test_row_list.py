@@ -7,12 +7,12 @@ import pytest
 
 from pallas_kernels import AttentionSpec, attention
 from pallas_kernels.blocks import Tiles
-from pallas_kernels.math.spec import coordinates, dense_mask
+from pallas_kernels.math.spec import coordinates
 from pallas_kernels.tpu.calls import launches, passes
 from pallas_kernels.tpu.schedule import pair_schedule
 from pallas_kernels.tpu.schedule.row_list import list_rows
 
-from .suite import quick_jit, with_gradients
+from .suite import quick_jit, seen_pairs, with_gradients
 from .tolerances import assert_close
 
 LENGTH, BLOCK = 256, 64
@@ -93,9 +93,9 @@ def test_the_list_has_every_visible_pair_once_and_no_mask_hides_one_of_a_full_ro
         launches.choose_kernel(call, where), LENGTH, launches.Given(16, "float32", "TPU v6 lite")
     )
     assert listed
-    rows = list_rows(call, passes.of_full_rows(where))
-    past = dense_mask(spec, where) & ~dense_mask(spec, where._replace(full_rows=None))
-    past = np.asarray(past).reshape(len(ids), LENGTH // FORWARD, FORWARD, LENGTH // KEYS, KEYS)
+    rows = quick_jit(list_rows, static_argnums=0)(call, passes.of_full_rows(where))
+    past = seen_pairs(spec, where) & ~seen_pairs(spec, where._replace(full_rows=None))
+    past = past.reshape(len(ids), LENGTH // FORWARD, FORWARD, LENGTH // KEYS, KEYS)
     assert where.full_rows is not None
     full = np.broadcast_to(where.full_rows, ids.shape).reshape(past.shape[:3])
     order = np.asarray(rows.order).reshape(len(ids), -1)
