@@ -1,8 +1,9 @@
 """Compiles every TPU kernel for a chip that is not there. Run by test_compile: `compile_for.py TOPOLOGY [NAME ...]`.
 
 Prints a JSON line for each call of `CALLS`: its name, how many kernels its lowered text holds, its temporary memory in
-units of its first two arguments, and the seconds that compiling took. Each kernel's plain form is compiled with the blocks of a long sequence, 1500 tokens
-being no multiple of them; variants mostly with one block of 512, which compiles in a third of the time.
+units of its first two arguments, and the seconds that compiling took. Each kernel's plain form is compiled with the
+blocks of a long sequence, 1500 tokens being no multiple of them; variants mostly with one block of 512, which compiles
+in a third of the time.
 """
 
 import functools

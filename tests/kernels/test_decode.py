@@ -67,8 +67,7 @@ def rows_of_forward(call):
 
 @every_implementation
 @pytest.mark.parametrize(
-    ("name", "tokens"),
-    [("full", 1), ("full", 3), ("window", 1), *((name, 3) for name in CALLS if name != "full")],
+    ("name", "tokens"), [("full", 1), ("full", 3), ("window", 1), *((name, 3) for name in CALLS if name != "full")]
 )
 def test_decode_equals_forward(implementation, name, tokens):
     call = CALLS[name]
@@ -201,7 +200,7 @@ def pool_call(head_dim, dtype, tokens=1, rows=7, batch=3, entries=40, heads=6, k
     rng = np.random.default_rng(0)
 
     def normal(*shape):
-        return jnp.asarray(rng.normal(size=shape), dtype)
+        return jnp.asarray(rng.normal(size=shape).astype(jnp.dtype(dtype)))
 
     pools = [normal(rows, batch, entries, head_dim) for _ in range(2)]
     return normal(batch, tokens, heads, head_dim), pools, jnp.array([40, 17, 0])

@@ -12,7 +12,16 @@ from pallas_kernels.tpu.calls import launches
 from pallas_kernels.tpu.schedule import documents, scheduled_backward, scheduled_forward
 from pallas_kernels.tpu.schedule.documents import documents_of, read_bounds
 
-from .suite import PACKED, Call, Implementation, assert_matches_reference, assert_matches_routed, gates, quick_jit, seen_pairs
+from .suite import (
+    PACKED,
+    Call,
+    Implementation,
+    assert_matches_reference,
+    assert_matches_routed,
+    gates,
+    quick_jit,
+    seen_pairs,
+)
 
 FAST = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 ROWS = tuple(map(tuple, PACKED))

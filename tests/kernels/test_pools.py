@@ -18,7 +18,7 @@ IN_WHOLE = np.array([True, False, True])
 
 
 def normal(rng, *shape) -> jax.Array:
-    return jnp.asarray(rng.normal(size=shape), jnp.float32)
+    return jnp.asarray(np.float32(rng.normal(size=shape)))
 
 
 def held_by_rings(lengths: np.ndarray, tokens: int, sinks: int) -> np.ndarray:

@@ -148,32 +148,21 @@ def test_decode_from_pools(scattered):
 # ---- that the checks can fail ----
 
 
-def run_strictly(kernel, *, index_map=lambda i: (i, 0), **options):
-    x = jnp.arange(4 * 8 * 128, dtype=jnp.float32).reshape(32, 128)
-    with strict_memories():
-        call = pl.pallas_call(
-            kernel,
-            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-            grid=(4,),
-            in_specs=[pl.BlockSpec((8, 128), lambda i: (i, 0))],
-            out_specs=pl.BlockSpec((8, 128), index_map),
-            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
-            **options,
-        )
-        return x, jax.block_until_ready(call(x))
-
-
-def copy(x_ref, out_ref):
-    out_ref[...] = x_ref[...]
-
-
-def test_a_sound_kernel_passes():
-    np.testing.assert_array_equal(*run_strictly(copy))
-
-
 def test_two_cores_that_write_one_block_are_found():
-    with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
-        run_strictly(copy, index_map=lambda i: (0, 0))
+    def copy(x_ref, out_ref):
+        out_ref[...] = x_ref[...]
+
+    x = jnp.zeros((32, 128))
+    call = pl.pallas_call(
+        copy,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=(4,),
+        in_specs=[pl.BlockSpec((8, 128), lambda i: (i, 0))],
+        out_specs=pl.BlockSpec((8, 128), lambda i: (0, 0)),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+    )
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"), strict_memories():
+        jax.block_until_ready(call(x))
 
 
 def test_steps_that_hand_on_accumulators_must_not_be_shared_by_cores(monkeypatch):
@@ -181,16 +170,3 @@ def test_steps_that_hand_on_accumulators_must_not_be_shared_by_cores(monkeypatch
     set_parallel_dimensions(monkeypatch, 3)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"RACE DETECTED|Revisited block"):
         check(lambda: CALLS["window"].run("tpu"), CALLS["window"].expected())
-
-
-def test_a_read_out_of_bounds_is_found():
-    def out_of_bounds(x_ref, out_ref):
-        out_ref[...] = x_ref[pl.ds(pl.program_id(0) * 8, 8), :]
-
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"[Oo]ut-of-bounds"):
-        run_strictly(out_of_bounds)
-
-
-def test_memory_that_was_never_written_is_nan():
-    _, out = run_strictly(lambda x_ref, out_ref: None)
-    assert np.isnan(out).all()

@@ -67,10 +67,7 @@ def test_gradients_with_full_heads_can_be_traced(implementation):
     learned, fixed = call.draw()
 
     def loss(learned, gate):
-        arrays = dict(learned)
-        qkv = [arrays.pop(name) for name in "qkv"]
-        options = arrays | fixed
-        return routed_attention(*qkv, gate, call.spec, **options, implementation=implementation.name)
+        return routed_attention(**learned, gate=gate, spec=call.spec, **fixed, implementation=implementation.name)
 
     def gradients(learned, gate):
         out, pullback = jax.vjp(loss, learned, gate)
@@ -118,10 +115,8 @@ def test_inference_leaves_out_the_full_branch_of_other_rows(implementation, name
     learned, fixed = call.draw()
 
     def routed(implementation):
-        arrays = dict(learned)
-        qkv = [arrays.pop(array) for array in "qkv"]
-        options = arrays | fixed | {"inference": True, "implementation": implementation}
-        run = jax.jit(lambda gate: routed_attention(*qkv, gate, call.spec, **options))
+        options = learned | fixed | {"inference": True, "implementation": implementation}
+        run = jax.jit(lambda gate: routed_attention(gate=gate, spec=call.spec, **options))
         return [run(gate) for gate in drawn]
 
     training = call.run_routed("reference", *drawn)

@@ -88,6 +88,7 @@ def test_queries_are_rotated_on_the_way_and_their_gradients_rotated_back(rows_of
         return call.query_factor * rotate(q.swapaxes(1, 2), rotation).swapaxes(1, 2)
 
     tolerance = VALUE_TOLERANCE["float32"]
+
     @quick_jit
     def gathered(q):
         return rotated(q), gather_rows(call, chosen, q, (dq,), TILE, where)

@@ -35,11 +35,12 @@ def blocks_with_a_visible_pair(spec, where, q_block, kv_block, *, outside=False)
 
 
 @st.composite
-def specs(draw, window=None):
+def specs(draw, window=None, chunked=False):
     return AttentionSpec(
         window=draw(st.none() | st.integers(1, 40)) if window is None else window,
         num_sink_tokens=draw(st.integers(0, 9)),
         causal=draw(st.booleans()),
+        chunked=chunked and draw(st.booleans()),
     )
 
 
@@ -85,7 +86,7 @@ def test_full_from_misses_nothing_and_is_exact_for_one_segment(data, spec, block
 
 
 @FAST
-@given(data=st.data(), spec=specs(window=5), blocks=BLOCKS, size=SIZES, outside=st.booleans())
+@given(data=st.data(), spec=specs(window=5, chunked=True), blocks=BLOCKS, size=SIZES, outside=st.booleans())
 def test_nothing_visible_is_missed_and_nothing_hidden_goes_without_a_mask(data, spec, blocks, size, outside):
     """Any positions, segments and full rows, queries other than keys; row by row."""
     length = blocks * size

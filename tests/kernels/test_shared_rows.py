@@ -140,7 +140,6 @@ def test_what_a_ring_has_summed_so_far_is_not_rounded(monkeypatch):
 
     exact = attend(*(x.astype(np.float32) for x in (q, k, v)))
     in_ring, whole = (
-        np.sqrt(np.square(out - exact).mean())
-        for out in (attend(q, *first, ring=_Held(others)), attend(q, k, v))
+        np.sqrt(np.square(out - exact).mean()) for out in (attend(q, *first, ring=_Held(others)), attend(q, k, v))
     )
     assert in_ring < 1.08 * whole  # 1.17 if each part's sum is rounded

@@ -1,24 +1,35 @@
-"""Loop bounds against the tables they come from, and these against brute force over every pair of tokens."""
+"""Loop bounds against the tables they come from."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.gpu.loop_bounds import LoopBounds, loop_bounds, tables
+from pallas_kernels.gpu.loop_bounds import LoopBounds, loop_bounds
+from pallas_kernels.math.schedule import fully_visible_by_row, visited_by_row
 from pallas_kernels.math.spec import AttentionSpec, coordinates
 
-from .suite import quick_jit, seen_pairs
+from .suite import quick_jit
 
 listed = quick_jit(loop_bounds)
 FAST = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
 
+@functools.partial(quick_jit, static_argnums=(0, 1, 2))
+def bounds_of(spec, length, by_key=False):
+    """Of rows with default positions, in blocks of 4."""
+    where = coordinates(length, length)
+    tables = (by_row(spec, where, 4, 4) for by_row in (visited_by_row, fully_visible_by_row))
+    return loop_bounds(*(x.swapaxes(1, 2) if by_key else x for x in tables))
+
+
 def visits(bounds) -> tuple[list[int], list[int]]:
     """The masked and the whole visits of one row of bounds, as a kernel would run through them."""
-    bounds = LoopBounds.read(lambda i: int(bounds[i]))
+    entries = np.asarray(bounds).tolist()
+    bounds = LoopBounds.read(lambda i: entries[i])
     return [int(bounds.block(i)) for i in range(bounds.num_masked)], list(range(*bounds.whole))
 
 
@@ -53,8 +64,7 @@ def test_no_visits():
 def test_window_with_sink_tokens():
     """12 blocks of 4: the last query block sees the sink tokens' block and a window of 16, whose middle is whole."""
     spec = AttentionSpec(window=16, num_sink_tokens=4)
-    table, whole = tables(spec, coordinates(48, 48), 4, 4)
-    assert visits(np.asarray(listed(table, whole))[0, 11]) == ([0, 7, 11], [8, 9, 10])
+    assert visits(bounds_of(spec, 48)[0, 11]) == ([0, 7, 11], [8, 9, 10])
 
 
 @st.composite
@@ -80,36 +90,17 @@ def calls(draw):
 
 
 @FAST
-@given(call=calls(), outside=st.booleans())
-def test_whole_blocks_are_visible_throughout(call, outside):
-    spec, where = call
-    outside = outside and spec.window is not None
-    mask = seen_pairs(spec, where, outside=outside)
-    blocks = mask.reshape(len(mask), mask.shape[1] // 4, 4, mask.shape[2] // 4, 4)
-    table, whole = (np.asarray(x) for x in tables(spec, where, 4, 4, outside=outside))
-    assert not (blocks.any(axis=(2, 4)) & ~table).any()
-    visible = blocks.all(axis=(2, 4))
-    assert not (whole & ~visible).any()
-    if where.q_segment_ids is None and where.full_rows is None and not spec.num_sink_tokens:
-        np.testing.assert_array_equal(whole, visible)
-
-
-@FAST
 @given(call=calls())
 def test_default_positions_need_no_more_than_two_runs(call):
     """So that no block outside the schedule is visited, by queries or (causally) by keys."""
     spec, where = call
     spec = dataclasses.replace(spec, causal=True)
-    table, _ = tables(spec, where, 4, 4)
+    table = visited_by_row(spec, where, 4, 4)
     assert max(map(runs, np.asarray(table)[0])) <= 2
 
 
 @pytest.mark.parametrize("by_key", [False, True])
 def test_the_visits_of_a_window_do_not_grow_with_the_length(by_key):
     spec = AttentionSpec(window=8)
-    most = []
     for length in (32, 128):
-        found = map(np.asarray, tables(spec, coordinates(length, length), 4, 4))
-        table, whole = (x.swapaxes(1, 2) if by_key else x for x in found)
-        most.append(max(len(set().union(*visits(row))) for row in np.asarray(listed(table, whole))[0]))
-    assert most == [3, 3]
+        assert max(len(set().union(*visits(row))) for row in bounds_of(spec, length, by_key)[0]) == 3

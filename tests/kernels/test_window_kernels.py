@@ -28,6 +28,7 @@ def _blocks_of_16(monkeypatch):
 
 
 segments_of = quick_jit(packed_segments, static_argnums=0)
+gathered = quick_jit(gather_sinks, static_argnums=0)
 ROWS = np.array([[1] * 40 + [2] * 24 + [3] * 16, [1] * 64 + [2] * 12 + [0] * 4])
 
 
@@ -41,8 +42,7 @@ def test_a_step_is_cut_where_some_query_does_not_see_what_one_document_would_sho
     expected = (packed != one).any(axis=2).reshape(2, 5, 16).any(axis=2)
     # So many of its sink tokens lie outside a query's window.
     beside, beside_one = (
-        (seen_pairs(spec, c) & ~seen_pairs(in_window, c)).sum(axis=2)
-        for c in (where, coordinates(80, 80))
+        (seen_pairs(spec, c) & ~seen_pairs(in_window, c)).sum(axis=2) for c in (where, coordinates(80, 80))
     )
     expected |= (beside != beside_one).reshape(2, 5, 16).any(axis=2)
     np.testing.assert_array_equal(cuts != Cut.NO, expected)
@@ -63,7 +63,9 @@ def test_the_rows_of_sink_tokens_are_those_outside_the_window(window, num_sink_t
     call = KernelCall(spec, Tiles(16, 16))
     segments = segments_of(call, where)
     keys = np.broadcast_to(np.arange(80, dtype=np.float32)[:, None], (len(ids), 1, 80, 8))
-    rows = np.asarray(quick_jit(gather_sinks, static_argnums=0)(call, keys, segments))[:, 0, :, 0]  # which keys they are
+    rows = np.asarray(quick_jit(gather_sinks, static_argnums=0)(call, keys, segments))[
+        :, 0, :, 0
+    ]  # which keys they are
     rows = rows.reshape(len(ids), 5, -1)
     beside = seen_pairs(spec, where) & ~seen_pairs(AttentionSpec(window), where)
     limits = np.asarray(segments.queries)
@@ -117,7 +119,8 @@ def test_the_slots_of_a_document_follow_one_another():
 
 # Seeds 11 and 23 draw two documents in a step, 27 three, 0 one.
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=pytest.mark.slow if seed in (0, 11) else pytest.mark.long) for seed in (0, 11, 23, 27)]
+    "seed",
+    [pytest.param(seed, marks=pytest.mark.slow if seed in (0, 11) else pytest.mark.long) for seed in (0, 11, 23, 27)],
 )
 def test_sink_tokens_of_documents_at_random_places(seed):
     """Kernels copy whole tiles that hold them, of one document a step or of two; a shorter window has them gathered."""

@@ -58,6 +58,7 @@ from pallas_kernels.tpu.tile.tiles import (
     head_at,
     launch,
     shape_like,
+    slope_and_bias,
     split,
     take,
     tile_mask,
@@ -252,7 +253,7 @@ class _BackwardRefs(NamedTuple):
     added: list[Ref]  # gradients of a block of keys and of its values, or none
     statistics: Ref  # [8, q_block]
     head_bias: Ref  # [8, LANES]
-    q_info: Ref  # `Tokens` of the blocks
+    q_info: Ref  # `describe_tokens` of the blocks
     kv_info: Ref
     first_keys: Ref  # [1, q_block]: `RowDocuments.first_keys` (packed)
     cos: Ref  # [q_block, D], of queries that are to be rotated
@@ -291,9 +292,7 @@ def _kernel(static: _BackwardStatic, order, *unnamed: Ref) -> None:
     indices = [pl.program_id(3 + i) for i in range(len(schedule.grid))]
     visit = schedule.in_row(schedule.visit(indices, scalars), pl.program_id(0), scalars)
     refs, member = _name_refs(static, rest), pl.program_id(2)
-    slope_and_bias = None
-    if refs.head_bias is not None:
-        slope_and_bias = refs.head_bias[0:1, 0:1], refs.head_bias[1:2, 0:1]
+    head_bias = slope_and_bias(refs.head_bias)
 
     @pl.when((member == 0) & functools.reduce(jnp.logical_and, [i == 0 for i in indices]))
     def _():
@@ -314,14 +313,12 @@ def _kernel(static: _BackwardStatic, order, *unnamed: Ref) -> None:
             k=here.k.at[keys, :], v=here.v.at[keys, :], dk_acc=here.dk_acc.at[held], dv_acc=here.dv_acc.at[held]
         )
         k_t, key_info = part.k[...].T, here.kv_info[:, keys].T if schedule.is_list else None
-        _Pair(call, part, visit.row, column, seen, slope_and_bias, k_t, key_info).run(mask_by_token)
+        _Pair(call, part, visit.row, column, seen, head_bias, k_t, key_info).run(mask_by_token)
 
     def attend_small(seen, row, column, crossed):
         assert schedule.packed is not None
         part = _small_refs(schedule, here, visit, row, column)
-        _Pair(schedule.packed.call, part, row, column, seen, slope_and_bias, part.k[...].T, None, crossed).run(
-            mask_by_token
-        )
+        _Pair(schedule.packed.call, part, row, column, seen, head_bias, part.k[...].T, None, crossed).run(mask_by_token)
 
     schedule.run(visit, scalars, attend, attend_small)
     pl.when(visit.last)(functools.partial(_write_queries, call, refs))

@@ -32,6 +32,7 @@ from pallas_kernels.tpu.tile.tiles import (
     head_at,
     launch,
     shape_like,
+    slope_and_bias,
     split,
 )
 
@@ -171,10 +172,7 @@ def _kernel(static, order, *unnamed):
                 refs.rotated_q[rows, :] = rotate_tile(call, refs.q[rows, :], refs.cos[...], refs.sin[...])
 
         refs = refs._replace(q=refs.rotated_q)
-    slope_and_bias = None
-    if refs.head_bias is not None:
-        slope_and_bias = refs.head_bias[0:1, 0:1], refs.head_bias[1:2, 0:1]
-    step = ForwardStep(static, refs, visit, slope_and_bias)
+    step = ForwardStep(static, refs, visit, slope_and_bias(refs.head_bias))
     clean: Any = 0 if schedule.packed is None else schedule.packed.bounds(scalars, pl.program_id(0), visit.row).clean
     if static.branches:
         step.attend_window(clean)
