@@ -84,11 +84,11 @@ class Call:
     dtype: str = "float32"
 
     def draw(self) -> tuple[dict, dict]:
-        """Returns the arrays that gradients flow to, and the other arguments."""
+        """Returns the arrays that gradients flow to, and the other arguments; all are NumPy arrays."""
         rng = np.random.default_rng(self.q_length * 1000 + self.kv_length + self.heads)
 
-        def normal(*shape):  # JAX would compile a conversion
-            return jnp.asarray(rng.normal(size=shape).astype(jnp.dtype(self.dtype)))
+        def normal(*shape):
+            return rng.normal(size=shape).astype(jnp.dtype(self.dtype))
 
         learned = {
             "q": normal(self.batch, self.q_length, self.heads, self.head_dim),
@@ -97,31 +97,31 @@ class Call:
         }
         fixed = {}
         if "sink_logits" in self.options:
-            learned["sink_logits"] = jnp.asarray(np.float32(rng.normal(size=self.heads)))
+            learned["sink_logits"] = np.float32(rng.normal(size=self.heads))
         if "logit_scales" in self.options:
-            learned["logit_scales"] = jnp.asarray(np.float32(rng.uniform(0.5, 2, self.heads)))
+            learned["logit_scales"] = np.float32(rng.uniform(0.5, 2, self.heads))
         if "scalar_bias" in self.options:
-            learned["sigmoid_bias"] = jnp.float32(-2.5)
+            learned["sigmoid_bias"] = np.float32(-2.5)
         if "sigmoid_bias" in self.options:
-            learned["sigmoid_bias"] = jnp.asarray(np.float32(rng.normal(size=self.heads)))
+            learned["sigmoid_bias"] = np.float32(rng.normal(size=self.heads))
         if "alibi_slopes" in self.options:
             fixed["alibi_slopes"] = alibi_slopes(self.heads - self.heads // 3, self.heads // 3, "press")
         if "full_heads" in self.options:
-            fixed["full_heads"] = jnp.asarray(np.arange(self.kv_heads) == self.kv_heads // 2)
+            fixed["full_heads"] = np.arange(self.kv_heads) == self.kv_heads // 2
         if "full_from" in self.options:
             columns = 1 if self.segments is None else int(np.max(self.segments))
-            fixed["full_from"] = jnp.asarray(rng.integers(0, self.kv_length // 2, (self.batch, columns), np.int32))
+            fixed["full_from"] = rng.integers(0, self.kv_length // 2, (self.batch, columns), np.int32)
         if "full_from_row" in self.options:
-            fixed["full_from"] = jnp.asarray(rng.integers(0, self.kv_length, self.batch, np.int32))
+            fixed["full_from"] = rng.integers(0, self.kv_length, self.batch, np.int32)
         if self.segments is not None:
-            fixed["q_segment_ids"] = jnp.asarray(np.int32(self.segments))
+            fixed["q_segment_ids"] = np.int32(self.segments)
         if "chunk" in self.options:  # the queries are the last ones of the sequence, those of row 1 two tokens earlier
             last = self.kv_length - np.arange(self.batch)[:, None] * 2
-            fixed["q_positions"] = jnp.asarray(np.int32(last - self.q_length + np.arange(self.q_length)))
+            fixed["q_positions"] = np.int32(last - self.q_length + np.arange(self.q_length))
         if "ring" in self.options:  # keys lie rotated, some slots are empty
             positions = np.roll(np.arange(self.kv_length), 7)
             positions[3:6] = -1
-            fixed["kv_positions"] = jnp.asarray(np.int32(np.tile(positions, (self.batch, 1))))
+            fixed["kv_positions"] = np.int32(np.tile(positions, (self.batch, 1)))
         return learned, fixed
 
     def run(self, implementation: str):
@@ -130,7 +130,7 @@ class Call:
         options = {"return_lse": self.spec.activation == "softmax", "implementation": implementation, **fixed}
         return with_gradients(lambda learned: attention(**learned, spec=self.spec, **options))(learned)
 
-    def run_routed(self, implementation: str, *gates: jax.Array):
+    def run_routed(self, implementation: str, *gates: np.ndarray):
         """Values and gradients of `routed_attention` for each of the gates [B, T], compiled once for all."""
         learned, fixed = self.draw()
         options = {"implementation": implementation, **fixed}
@@ -163,7 +163,7 @@ def gates(kind, shape=(2, 50)):
         "some": rng.uniform(size=shape) < 0.13,
         "runs": np.arange(shape[1]) // 9 % 2 * np.ones(shape),
     }[kind]
-    return jnp.asarray(np.float32(drawn))
+    return np.float32(drawn)
 
 
 def seen_pairs(spec: AttentionSpec, where, *, outside: bool = False) -> np.ndarray:
@@ -201,7 +201,7 @@ def with_gradients(function):
     return both
 
 
-def assert_matches_routed(call: Call, implementation: Implementation, *gates: jax.Array) -> None:
+def assert_matches_routed(call: Call, implementation: Implementation, *gates: np.ndarray) -> None:
     """Values and gradients of routed attention, with each of the gates."""
     for actual, expected in zip(
         call.run_routed(implementation.name, *gates), call.run_routed("reference", *gates), strict=True

@@ -161,9 +161,11 @@ def test_rows_are_put_together_wherever_they_end(monkeypatch):
     length, whole = 80, 16
     call = dataclasses.replace(PLAIN, q_length=length, kv_length=length)
     counts = (whole - 3, whole, whole + 1)
-    drawn = [jnp.zeros((2, length)).at[:, length - 2 * count :: 2].set(1.0).at[1, -2].set(0.5) for count in counts]
-    all_and_none = jnp.zeros((2, length)).at[0].set(1.0)
-    assert_matches_routed(call, tpu, *drawn, all_and_none)
+    drawn = np.zeros((len(counts) + 1, 2, length), np.float32)
+    for gate, count in zip(drawn, counts, strict=False):
+        gate[:, length - 2 * count :: 2], gate[1, -2] = 1.0, 0.5
+    drawn[-1, 0] = 1.0  # all, and none
+    assert_matches_routed(call, tpu, *drawn)
 
 
 def test_members_are_found_in_order():
