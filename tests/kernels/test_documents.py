@@ -1,6 +1,5 @@
 """Packed rows in the scheduled TPU kernels: which pairs of blocks are crossed, and attention over those."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -68,21 +67,6 @@ def test_bounds_are_those_of_every_pair_of_tokens(ids, block):
                 assert alike[clean:].all()
                 if clean <= start // size and clean > 0:
                     assert not alike[clean - 1]
-
-
-def test_a_row_of_one_document_is_told_by_zeros():
-    where = coordinates(4096, 4096, q_segment_ids=jnp.ones((2, 4096), jnp.int32))
-    assert not np.asarray(documents_of(where, 2048).table).any()
-
-
-def test_padding_at_the_end_leaves_the_other_blocks_clean(monkeypatch):
-    monkeypatch.setattr(documents, "SMALL_BLOCK", 1024)
-    ids = np.ones((1, 4096), np.int32)
-    ids[:, 3600:] = 0
-    found = documents_of(coordinates(4096, 4096, q_segment_ids=ids), 2048)
-    places = (0, None), (1, None), (1, 0), (1, 1)
-    bounds = [read_bounds(np.asarray(found.table), 0, row, 2, found.per_row, i) for row, i in places]
-    assert [tuple(map(int, b)) for b in bounds] == [(0, 0), (0, 2), (0, 0), (0, 4)]
 
 
 # ---- attention ----
