@@ -89,7 +89,8 @@ def attention(
     """
     if return_lse and spec.activation == "sigmoid":
         raise ValueError("return_lse is True with activation 'sigmoid', which has no log-sum-exp; leave it False.")
-    per_head, packing, kv_length = _checked(q, k, v, spec, *with_keywords(options, per_head, packing), ring)
+    per_head, packing = with_keywords(options, per_head, packing)
+    per_head, packing, kv_length = _checked(q, k, v, spec, per_head, packing, ring)
     backend = _backend("attention", q, k, spec, given_options(per_head, packing, return_lse=return_lse), implementation)
     where = coordinates(q.shape[1], kv_length, **packing._asdict())
     k, v, where, sharing = _of_all_devices(ring, k, v, where, backend)
@@ -137,7 +138,8 @@ def routed_attention(
     """
     if spec.window is None:
         raise ValueError("spec.window is None, but routed_attention needs a window for its window branch.")
-    per_head, packing, kv_length = _checked(q, k, v, spec, *with_keywords(options, per_head, packing), ring)
+    per_head, packing = with_keywords(options, per_head, packing)
+    per_head, packing, kv_length = _checked(q, k, v, spec, per_head, packing, ring)
     check_array("gate", gate, {"B": q.shape[0], "T": q.shape[1]}, jnp.floating, required=True)
     given = given_options(per_head, packing)
     backend = _backend("routed_attention", q, k, spec, given, implementation, inference)

@@ -69,12 +69,6 @@ def strict(monkeypatch):
     pltpu.reset_tpu_interpret_mode_state()  # which an error leaves behind
 
 
-@pytest.fixture
-def heads_in_turn(monkeypatch):
-    """The simulation splits dimensions of static size only; with full heads their number is dynamic."""
-    set_parallel_dimensions(monkeypatch, 1)
-
-
 @contextlib.contextmanager
 def strict_memories():
     with contextlib.redirect_stdout(io.StringIO()) as printed, pltpu.force_tpu_interpret_mode(STRICT):
@@ -95,17 +89,17 @@ def slow_but(*quick):
 
 
 @pytest.mark.parametrize("name", slow_but("window", "sink-tokens-packed"))
-def test_attention(name, request):
-    if "full_heads" in CALLS[name].options:
-        request.getfixturevalue("heads_in_turn")
+def test_attention(name, monkeypatch):
+    if "full_heads" in CALLS[name].options:  # whose number is dynamic: the simulation splits what is static
+        set_parallel_dimensions(monkeypatch, 1)
     check(lambda: CALLS[name].run("tpu"), CALLS[name].expected())
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["window", "window-packed-softcap", "sigmoid-everything"])
-def test_routed_attention(name, request):
-    if "full_heads" in CALLS[name].options:
-        request.getfixturevalue("heads_in_turn")
+def test_routed_attention(name, monkeypatch):
+    if "full_heads" in CALLS[name].options:  # whose number is dynamic: the simulation splits what is static
+        set_parallel_dimensions(monkeypatch, 1)
     gate = jnp.asarray(np.arange(40) % 7 == 0, jnp.float32) * jnp.ones((2, 1))
     (expected,) = CALLS[name].run_routed("reference", gate)
     check(lambda: CALLS[name].run_routed("tpu", gate)[0], expected)

@@ -48,43 +48,15 @@ def scheduled_forward(
     initial: tuple[jax.Array, ...] = (),
     *,
     listed: bool = False,
+    branches: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Returns out [B, H, T, D] and, for softmax, lse [B, H, 1, T] f32 (base 2, -inf where nothing is seen).
 
     Args:
       initial: out and lse over other keys of the same queries; the results are then those over all keys together.
       listed: most blocks of queries see no key. They are left out, and the results are `initial`, changed in place.
+      branches: the call is over the keys outside; the results of the window come first, and those of all keys behind.
     """
-    return _forward(call, x, heads, previous, initial, listed=listed)
-
-
-def serves_branches(call: Call, where: Coordinates, head_dim: int, dtype) -> bool:
-    """Whether `branches_forward` can do the call: a window that it holds whole, and keys that VMEM does."""
-    window = call.spec.window
-    return (
-        window is not None
-        and window <= _MAX_BRANCH_WINDOW
-        and has_default_positions(call, where)
-        and fits_vmem(where.kv_order.shape[1], head_dim, dtype)
-    )
-
-
-def branches_forward(
-    call: Call, x: TpuOperands, heads: LaunchHeads
-) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """The results of the window and those of all keys (each as `scheduled_forward`'s), from one pass over the keys."""
-    results = _forward(dataclasses.replace(call, outside=True), x, heads, branches=True)
-    return results[: len(results) // 2], results[len(results) // 2 :]
-
-
-def fits_vmem(length: int, head_dim: int, dtype) -> bool:
-    """Whether VMEM holds all keys and values of a head, and those of the next one."""
-    return 4 * length * max(head_dim, LANES) * jnp.dtype(dtype).itemsize <= _RESIDENT_BYTES
-
-
-def _forward(
-    call: Call, x: TpuOperands, heads: LaunchHeads, previous=(), initial=(), *, branches=False, listed=False
-) -> tuple[jax.Array, ...]:
     batch, num_heads, q_length, head_dim = x.q.shape
     group, q_block = num_heads // x.k.shape[1], call.tiles.q_block
     side = heads_side_by_side(call, group) if listed else 1
@@ -130,6 +102,30 @@ def _forward(
         previous=previous,
         cost=cost_of(call, x.q, x.k),
     )
+
+
+def serves_branches(call: Call, where: Coordinates, head_dim: int, dtype) -> bool:
+    """Whether `branches_forward` can do the call: a window that it holds whole, and keys that VMEM does."""
+    window = call.spec.window
+    return (
+        window is not None
+        and window <= _MAX_BRANCH_WINDOW
+        and has_default_positions(call, where)
+        and fits_vmem(where.kv_order.shape[1], head_dim, dtype)
+    )
+
+
+def branches_forward(
+    call: Call, x: TpuOperands, heads: LaunchHeads
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """The results of the window and those of all keys (each as `scheduled_forward`'s), from one pass over the keys."""
+    results = scheduled_forward(dataclasses.replace(call, outside=True), x, heads, branches=True)
+    return results[: len(results) // 2], results[len(results) // 2 :]
+
+
+def fits_vmem(length: int, head_dim: int, dtype) -> bool:
+    """Whether VMEM holds all keys and values of a head, and those of the next one."""
+    return 4 * length * max(head_dim, LANES) * jnp.dtype(dtype).itemsize <= _RESIDENT_BYTES
 
 
 def _scratch(static: ForwardStatic, x: TpuOperands, num_rows: int) -> list[Any]:
