@@ -146,17 +146,19 @@ def test_two_cores_that_write_one_block_are_found():
     def copy(x_ref, out_ref):
         out_ref[...] = x_ref[...]
 
-    x = jnp.zeros((32, 128))
-    call = pl.pallas_call(
-        copy,
-        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        grid=(4,),
-        in_specs=[pl.BlockSpec((8, 128), lambda i: (i, 0))],
-        out_specs=pl.BlockSpec((8, 128), lambda i: (0, 0)),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
-    )
-    with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"), strict_memories():
+    def run(x):
+        call = pl.pallas_call(
+            copy,
+            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            grid=(4,),
+            in_specs=[pl.BlockSpec((8, 128), lambda i: (i, 0))],
+            out_specs=pl.BlockSpec((8, 128), lambda i: (0, 0)),
+            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        )
         jax.block_until_ready(call(x))
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"), strict_memories():
+        run(jnp.zeros((32, 128)))
 
 
 def test_steps_that_hand_on_accumulators_must_not_be_shared_by_cores(monkeypatch):
