@@ -90,11 +90,9 @@ def attention(
     if return_lse and spec.activation == "sigmoid":
         raise ValueError("return_lse is True with activation 'sigmoid', which has no log-sum-exp; leave it False.")
     per_head, packing = with_keywords(options, per_head, packing)
-    check_qkv(q, k, v, ("q", "k", "v"))
-    per_head = checked_per_head(q, k, spec, per_head)
-    packing = checked_packing(q, _kv_length(k, ring), spec, packing)
+    per_head, packing, kv_length = _checked(q, k, v, spec, per_head, packing, ring)
     backend = _backend("attention", q, k, spec, given_options(per_head, packing, return_lse=return_lse), implementation)
-    where = coordinates(q.shape[1], _kv_length(k, ring), **packing._asdict())
+    where = coordinates(q.shape[1], kv_length, **packing._asdict())
     k, v, where, sharing = _of_all_devices(ring, k, v, where, backend)
     q, per_head = _scaled(q, per_head, backend)
     q, rotating = _rotated(q, rotation, backend, inference=False)
@@ -138,16 +136,14 @@ def routed_attention(
       ValueError: as in `attention`; also if `spec.window` is None.
       NotImplementedError: as in `attention`.
     """
-    per_head, packing = with_keywords(options, per_head, packing)
-    check_qkv(q, k, v, ("q", "k", "v"))
     if spec.window is None:
         raise ValueError("spec.window is None, but routed_attention needs a window for its window branch.")
-    per_head = checked_per_head(q, k, spec, per_head)
+    per_head, packing = with_keywords(options, per_head, packing)
+    per_head, packing, kv_length = _checked(q, k, v, spec, per_head, packing, ring)
     check_array("gate", gate, {"B": q.shape[0], "T": q.shape[1]}, jnp.floating, required=True)
-    packing = checked_packing(q, _kv_length(k, ring), spec, packing)
     given = given_options(per_head, packing)
     backend = _backend("routed_attention", q, k, spec, given, implementation, inference)
-    where = coordinates(q.shape[1], _kv_length(k, ring), **packing._asdict())
+    where = coordinates(q.shape[1], kv_length, **packing._asdict())
     k, v, where, sharing = _of_all_devices(ring, k, v, where, backend)
     if inference:
         q, k, v, gate = _only_forward((q, k, v, gate))
@@ -269,6 +265,15 @@ def alibi_slopes(
     return jnp.asarray(np.concatenate([-sizes(num_negative), sizes(num_positive)]), jnp.float32)
 
 
+def _checked(
+    q, k, v, spec: AttentionSpec, per_head: PerHead, packing: Packing, ring: Ring | None
+) -> tuple[PerHead, Packing, int]:
+    """The options as arrays, and the length of the keys of all devices."""
+    check_qkv(q, k, v, ("q", "k", "v"))
+    kv_length = k.shape[1] * (1 if ring is None else ring.devices)
+    return checked_per_head(q, k, spec, per_head), checked_packing(q, kv_length, spec, packing), kv_length
+
+
 def _backend(op: Op, q, k, spec, given: frozenset[str], implementation, inference: bool = False) -> ModuleType:
     """The implementation for a call; the log says why it is not the best one."""
     device = current_device(implementation)
@@ -297,11 +302,6 @@ def _of_all_devices(
     if not ring.by_index:
         return k, v, where, {}
     return k, v, ring.in_row(where), {"order": ring.order} if backend is tpu else {}
-
-
-def _kv_length(k: jax.Array, ring: Ring | None) -> int:
-    """The keys of all devices."""
-    return k.shape[1] * (1 if ring is None else ring.devices)
 
 
 def _scaled(q, per_head: PerHead, backend: ModuleType) -> tuple[jax.Array, PerHead]:

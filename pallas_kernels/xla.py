@@ -84,24 +84,17 @@ def decode_attention(
     return parts.join_sinks(out, lse, per_head.sink_logits)[0]
 
 
-class _HeadBias(NamedTuple):
-    """What is added to the logits of each query head; [H], or [K, G] inside the core."""
-
-    slopes: jax.Array | None
-    constant: jax.Array | None
-
-
 class _XlaOperands(NamedTuple):
     """What the core reads."""
 
     q: jax.Array  # [B, T, H, D]
     k: jax.Array  # [B, S, K, D]
     v: jax.Array  # [B, S, K, D]
-    bias: _HeadBias
+    bias: PerHead  # slopes and bias alone
     where: Coordinates
 
-    def of_keys(self, k: jax.Array, v: jax.Array, where: Coordinates) -> "_XlaOperands":
-        return self._replace(k=k, v=v, where=where)
+    def of_keys(self, keys: tuple[jax.Array, jax.Array], where: Coordinates) -> "_XlaOperands":
+        return self._replace(k=keys[0], v=keys[1], where=where)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,18 +114,7 @@ class _XlaStatic:
 
 
 def attention_blocks(rows: int, window: int | None, q_length: int, kv_length: int) -> tuple[int, int]:
-    """Tokens of the blocks of queries and keys; `rows` as in `block_size`."""
-    block = block_size(rows, window)
-    return min(block, q_length), min(block, kv_length)
-
-
-def decode_blocks(q_length: int, kv_length: int) -> tuple[int, int]:
-    kv_block = math.gcd(kv_length, 512)
-    return q_length, kv_length if kv_length <= 1024 or kv_block < 64 else kv_block
-
-
-def block_size(rows: int, window: int | None) -> int:
-    """Tokens in a block, for tiles of `rows` (batch times heads) logits matrices.
+    """Tokens of the blocks of queries and keys, for tiles of `rows` (batch times heads) logits matrices.
 
     On a CPU a tile of logits should stay in the cache: about 2 MB in float32. Blocks much longer than a quarter of
     the window compute too much outside it; very short ones leave the matmuls too little to do.
@@ -142,12 +124,18 @@ def block_size(rows: int, window: int | None) -> int:
         largest = math.isqrt(2**19 // rows)
     if window is not None:
         largest = min(largest, max(64, window // 4))
-    return 2 ** max(5, min(9, largest.bit_length() - 1))
+    block = 2 ** max(5, min(9, largest.bit_length() - 1))
+    return min(block, q_length), min(block, kv_length)
+
+
+def decode_blocks(q_length: int, kv_length: int) -> tuple[int, int]:
+    kv_block = math.gcd(kv_length, 512)
+    return q_length, kv_length if kv_length <= 1024 or kv_block < 64 else kv_block
 
 
 def _by_kv_head(q, k, v, per_head: PerHead, where: Coordinates, static: _XlaStatic):
     """The core, once for all KV heads, or once for each when some are full and so have another schedule."""
-    bias, full_heads = _HeadBias(per_head.alibi_slopes, per_head.sigmoid_bias), per_head.full_heads
+    bias, full_heads = PerHead(per_head.alibi_slopes, per_head.sigmoid_bias), per_head.full_heads
     q, k, v, bias, where, full_heads = parts.vary_alike((q, k, v, bias, where, full_heads))
     if full_heads is None:
         return _flash(static, _XlaOperands(q, k, v, bias, where))
@@ -177,7 +165,7 @@ def _flash(static: _XlaStatic, x: _XlaOperands):
 
 def _flash_fwd(static, x):
     def attend(keys, where, results, last):
-        out, lse = _forward(static, x.of_keys(*keys, where))
+        out, lse = _forward(static, x.of_keys(keys, where))
         if not results:
             return out, lse
         out_so_far, lse_so_far = results
@@ -191,7 +179,7 @@ def _flash_bwd(static, saved, cotangents):
     x, *results = saved
 
     def backward(keys, where):
-        return _backward(static, x.of_keys(*keys, where), results, cotangents)
+        return _backward(static, x.of_keys(keys, where), results, cotangents)
 
     dq, dk, dv, dbias = gradients_of_all(static.ring, (x.k, x.v), x.where, backward)
     return (_XlaOperands(dq.astype(x.q.dtype), dk, dv, dbias, None),)  # type: ignore[arg-type]  # integers
@@ -304,16 +292,16 @@ def _backward(static: _XlaStatic, x: _XlaOperands, results, cotangents):
 
         dq = jnp.zeros_like(row.q, tile.dtype)
         # Summed along rows first, [B, K, G, bq]: one long sum over all tiles would lose digits.
-        dbias = None if bias.constant is None else jnp.zeros_like(dq[..., 0])
+        dbias = None if bias.sigmoid_bias is None else jnp.zeros_like(dq[..., 0])
         dq, dbias, *carry = lax.fori_loop(0, row.num_visits, visit, (dq, dbias, *carry))
         return tuple(carry), (dq.astype(q.dtype), None if dbias is None else dbias.sum(axis=(0, 3)))
 
     zeros = jnp.zeros_like(keys.k, tile.dtype), jnp.zeros_like(keys.v, tile.dtype)
     (dk, dv), (dq, dbias) = lax.scan(query_block, zeros, (queries, dout, statistics))
     dk, dv = (_trim(x.reshape(x.shape[0], -1, *x.shape[3:]), k.shape).astype(k.dtype) for x in (dk, dv))
-    if dbias is not None and bias.constant is not None:
-        dbias = dbias.sum(axis=0).reshape(-1).astype(bias.constant.dtype)
-    return _join_rows(dq, q.shape), dk, dv, _HeadBias(None, dbias)
+    if dbias is not None:
+        dbias = dbias.sum(axis=0).reshape(-1).astype(bias.sigmoid_bias.dtype)
+    return _join_rows(dq, q.shape), dk, dv, PerHead(None, dbias)
 
 
 class _BlockPair:
@@ -337,11 +325,11 @@ class _BlockPair:
         if self.spec.logit_softcap is not None:
             tanh = jnp.tanh(logits / self.spec.logit_softcap)
             logits, slope = self.spec.logit_softcap * tanh, self.scale * (1 - tanh * tanh)
-        if self.bias.slopes is not None:
+        if self.bias.alibi_slopes is not None:
             distance = row.pos[:, :, None] - kv.pos[:, None, :]  # [B, bq, bk]
-            logits = logits + self.bias.slopes[:, :, None, None] * distance[:, None, None]
-        if self.bias.constant is not None:
-            logits = logits + self.bias.constant[:, :, None, None]
+            logits = logits + self.bias.alibi_slopes[:, :, None, None] * distance[:, None, None]
+        if self.bias.sigmoid_bias is not None:
+            logits = logits + self.bias.sigmoid_bias[:, :, None, None]
         return logits + (row.nan_marks[..., None] + kv.nan_marks.swapaxes(1, 2)[:, :, None, None]), slope
 
     def mask(self, row: _QueryBlock, kv: _Keys) -> jax.Array:
@@ -359,22 +347,7 @@ class _BlockPair:
 def _cut(static: _XlaStatic, operands: _XlaOperands) -> tuple[_QueryBlock, _Keys]:
     """Pads to whole blocks (padding is at position -1, so nothing sees it), cuts, and schedules."""
     q, k, v, _, where = operands
-
-    def q_side(x, fill):
-        return None if x is None else _pad(x, static.q_block, fill)
-
-    def kv_side(x, fill):
-        return None if x is None else _pad(x, static.kv_block, fill)
-
-    where = Coordinates(
-        q_pos=q_side(where.q_pos, -1),
-        kv_pos=kv_side(where.kv_pos, -1),
-        q_order=q_side(where.q_order, -1),
-        kv_order=kv_side(where.kv_order, -1),
-        q_segment_ids=q_side(where.q_segment_ids, 0),
-        kv_segment_ids=kv_side(where.kv_segment_ids, 0),
-        full_rows=q_side(where.full_rows, False),
-    )
+    where = parts.in_blocks(where, static.q_block, static.kv_block, _pad)
     schedule = schedule_pairs(static.spec, where, static.q_block, static.kv_block, outside=static.outside)
 
     def blocks(x):  # [B, T] -> [nq, B, bq]

@@ -16,9 +16,10 @@ from pallas_kernels.blocks import table_rows
 from pallas_kernels.gpu import decode_kernels
 from pallas_kernels.gpu import triton as gpu_triton
 from pallas_kernels.gpu.fold import Fold
-from pallas_kernels.gpu.loop_bounds import loop_bounds, tables
+from pallas_kernels.gpu.loop_bounds import loop_bounds
 from pallas_kernels.gpu.operands import GpuStatic, Operands, Side, Tile
 from pallas_kernels.math import parts
+from pallas_kernels.math.schedule import fully_visible_by_row, visited_by_row
 from pallas_kernels.math.spec import AttentionSpec, Coordinates, PerHead, Pools
 
 _PROGRAMS_IN_FLIGHT = 264  # two for each of an H100's 132 multiprocessors; decode splits its keys to reach it
@@ -177,7 +178,7 @@ def _flash(static: GpuStatic, tiles: TilesByKernel, q, k, v, heads: PerHead, whe
 def _flash_fwd(static, tiles, q, k, v, heads, where):
     x = _operands(static, tiles.forward, q, k, v, heads, where)
     out, lse = gpu_triton.forward(static, tiles.forward, x)
-    out, lse = parts.named(out, None if lse is None else _by_token(lse, q.shape[1]))
+    out, lse = parts.named(out, None if lse is None else lse[:, :, : q.shape[1]].swapaxes(1, 2))
     return (out, parts.natural_lse(lse)), (q, k, v, heads, where, out, lse)
 
 
@@ -245,11 +246,6 @@ def _decode(static: GpuStatic, tile: Tile, q, k, v, heads: PerHead, where: Coord
     return fold.merged(*decode_kernels.decode(static, tile, x, shares))
 
 
-def _by_token(x, length: int):
-    """[B, H, T of whole blocks] -> [B, T, H]."""
-    return x[:, :, :length].swapaxes(1, 2)
-
-
 class _Gradients(NamedTuple):
     """What a backward pass reads beside."""
 
@@ -297,21 +293,11 @@ def _blocked(where: Coordinates, tile: Tile) -> Coordinates:
     """Gives every array the same number of rows, and pads it to whole blocks with tokens that nothing sees."""
     rows = max(x.shape[0] for x in jax.tree.leaves(where))
 
-    def side(x, block, fill):
-        if x is None:
-            return None
+    def pad(x, block, fill):
         x = jnp.broadcast_to(x, (rows, x.shape[1]))
         return jnp.pad(x, ((0, 0), (0, -x.shape[1] % block)), constant_values=fill)
 
-    return Coordinates(
-        q_pos=side(where.q_pos, tile.q_block, -1),
-        kv_pos=side(where.kv_pos, tile.kv_block, -1),
-        q_order=side(where.q_order, tile.q_block, -1),
-        kv_order=side(where.kv_order, tile.kv_block, -1),
-        q_segment_ids=side(where.q_segment_ids, tile.q_block, 0),
-        kv_segment_ids=side(where.kv_segment_ids, tile.kv_block, 0),
-        full_rows=side(where.full_rows, tile.q_block, False),
-    )
+    return parts.in_blocks(where, tile.q_block, tile.kv_block, pad)
 
 
 def _bounds(static: GpuStatic, tile: Tile, where: Coordinates, some_full: bool, active, by_key: bool) -> jax.Array:
@@ -319,7 +305,11 @@ def _bounds(static: GpuStatic, tile: Tile, where: Coordinates, some_full: bool, 
     variants = [where]
     if some_full:
         variants.append(where._replace(full_rows=jnp.ones_like(where.q_pos, bool)))
-    pairs = [tables(static.spec, w, tile.q_block, tile.kv_block, outside=static.outside) for w in variants]
+    blocks, outside = (tile.q_block, tile.kv_block), static.outside
+    pairs = [
+        [by_row(static.spec, one, *blocks, outside=outside) for by_row in (visited_by_row, fully_visible_by_row)]
+        for one in variants
+    ]
     table, whole = (jnp.stack(kind, axis=1) for kind in zip(*pairs, strict=True))  # [rows, variants, nq, nk]
     if active is not None:
         active = jnp.pad(active, ((0, 0), (0, -active.shape[1] % tile.q_block)))

@@ -17,9 +17,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.math.schedule import fully_visible_by_row, visited_by_row
-from pallas_kernels.math.spec import AttentionSpec, Coordinates
-
 _RANGES = 4
 
 
@@ -76,21 +73,3 @@ def loop_bounds(table: jax.Array, whole: jax.Array) -> jax.Array:
     ends = jnp.cumsum(counts, axis=-1)
     offsets = jnp.stack(starts, axis=-1) - (ends - counts)
     return jnp.concatenate([ends, offsets, jnp.stack([whole_start, whole_stop], axis=-1)], axis=-1).astype(jnp.int32)
-
-
-def tables(
-    spec: AttentionSpec, where: Coordinates, q_block: int, kv_block: int, *, outside: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    """Which KV blocks each query block visits, and in which of them every pair is visible: [rows, nq, nk]
-    bool each.
-
-    Args:
-      where: every array with the same leading axis `rows`; lengths are multiples of the blocks.
-      outside: as in `schedule_pairs`.
-    """
-
-    sizes = q_block, kv_block
-    return (
-        visited_by_row(spec, where, *sizes, outside=outside),
-        fully_visible_by_row(spec, where, *sizes, outside=outside),
-    )

@@ -132,6 +132,26 @@ def members(member: jax.Array, count: int) -> jax.Array:
     return jnp.minimum(block * width + column, length - 1)
 
 
+def in_blocks(where: Coordinates, q_block: int, kv_block: int, pad: Callable) -> Coordinates:
+    """The coordinates with queries and keys in whole blocks, where `pad(x, block, fill)` extends an array."""
+
+    def queries(x, fill):
+        return None if x is None else pad(x, q_block, fill)
+
+    def keys(x, fill):
+        return None if x is None else pad(x, kv_block, fill)
+
+    return Coordinates(
+        q_pos=queries(where.q_pos, -1),
+        kv_pos=keys(where.kv_pos, -1),
+        q_order=queries(where.q_order, -1),
+        kv_order=keys(where.kv_order, -1),
+        q_segment_ids=queries(where.q_segment_ids, 0),
+        kv_segment_ids=keys(where.kv_segment_ids, 0),
+        full_rows=queries(where.full_rows, False),
+    )
+
+
 def scale_queries(q: jax.Array, per_head: PerHead) -> tuple[jax.Array, PerHead]:
     """The queries times `logit_scales`, and the options without them: kernels need not know them."""
     if per_head.logit_scales is None:

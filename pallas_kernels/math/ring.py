@@ -170,10 +170,6 @@ def gradients_of_all(
 
 
 def _add(sums: Any, parts: Any) -> Any:
-    parts = _wide(parts)
+    """The sums with the parts, none of which is rounded more than it came."""
+    parts = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), parts)
     return parts if sums is None else jax.tree.map(jnp.add, sums, parts)
-
-
-def _wide(arrays: Any) -> Any:
-    """For sums of parts: no part is rounded more than it came."""
-    return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), arrays)

@@ -90,7 +90,9 @@ def schedule_pairs(
       where: coordinates whose lengths are multiples of the blocks.
       outside: list the keys that full attention sees and `spec` does not, instead of those that `spec` sees.
     """
-    return _compact(visited(spec, where, q_block, kv_block, outside=outside))
+    table = visited(spec, where, q_block, kv_block, outside=outside)
+    blocks = jnp.argsort(~table, axis=1, stable=True).astype(jnp.int32)  # the True entries of each row in its front
+    return Schedule(blocks, table.sum(axis=1, dtype=jnp.int32))
 
 
 def visited(
@@ -249,12 +251,6 @@ def unpack(pair) -> Visit:
     mask = (1 << _INDEX_BITS) - 1
     flags = ((pair >> (2 * _INDEX_BITS + bit)) & 1 == 1 for bit in range(5))
     return Visit((pair >> _INDEX_BITS) & mask, pair & mask, *flags)
-
-
-def _compact(table: jax.Array) -> Schedule:
-    """[nq, nk] bool -> the indexes of the True entries of each row, moved to its front."""
-    blocks = jnp.argsort(~table, axis=1, stable=True).astype(jnp.int32)
-    return Schedule(blocks, table.sum(axis=1, dtype=jnp.int32))
 
 
 def _extent(order: jax.Array, segments: jax.Array | None, member: jax.Array, block: int) -> _Extent:

@@ -1,8 +1,9 @@
 """Compiles every TPU kernel for a chip that is not there. Run by test_compile: `compile_for.py TOPOLOGY [NAME ...]`.
 
-Prints a JSON line for each call of `CALLS`: its name, how many kernels its lowered text holds, and the
-seconds that compiling took. Each kernel's plain form is compiled with the blocks of a long sequence, 1500 tokens
-being no multiple of them; variants mostly with one block of 512, which compiles in a third of the time.
+Prints a JSON line for each call of `CALLS`: its name, how many kernels its lowered text holds, its temporary memory in
+units of its first two arguments, and the seconds that compiling took. Each kernel's plain form is compiled with the
+blocks of a long sequence, 1500 tokens being no multiple of them; variants mostly with one block of 512, which compiles
+in a third of the time.
 """
 
 import functools
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
+from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -38,6 +40,7 @@ class Compiled(NamedTuple):
     kernels: int  # custom calls in the lowered text
     sharding: tuple = ()  # of the arguments over the axis "x" of a mesh of the topology's devices; () for one device
     out_sharding: tuple = ()
+    in_place: Layout | None = None  # of the first two arguments, pools that the call writes to and gives back
 
 
 def shape(*sizes, dtype="bfloat16"):
@@ -173,6 +176,31 @@ def shared(spec, length: int, kernels) -> Compiled:
     return Compiled(both, (q, kv, kv, tokens, tokens), kernels, (along,) * 5, (along, (along,) * 3))
 
 
+def pools(spec, entries, *names, head_dim=128, dtype="bfloat16", tokens=1, heads=32, kv_heads=8, **static) -> Compiled:
+    """Decoding steps that write to the pools of eight layers and read one: no copy of the pools is made."""
+    batch = 8
+    pool, ints = shape(8 * kv_heads, batch, entries, head_dim, dtype=dtype), shape(batch, dtype=jnp.int32)
+    given = options([name for name in names if name not in ("ring", "full_from")], 0, heads, kv_heads)
+
+    def run(k_pool, v_pool, q, slots, lengths, ring, full_from, values, given):
+        packing = {"kv_positions": ring} if "ring" in names else {}
+        packing |= {"full_from": full_from} if "full_from" in names else {}
+        q_positions = lengths[:, None] - tokens + jnp.arange(tokens)
+
+        def step(i, carry):
+            out, *pools = carry
+            pools = [write_pool(pool, slots, values, lengths - 1) for pool in pools]
+            where = coordinates(tokens, entries, q_positions=q_positions, **packing)
+            return out + decode_pool(q, *pools, slots, spec, where, PerHead(**given), **static), *pools
+
+        return jax.lax.fori_loop(0, 3, step, (q, k_pool, v_pool))
+
+    q, values = shape(batch, tokens, heads, head_dim, dtype=dtype), shape(batch, kv_heads, head_dim, dtype=dtype)
+    slots, ring = shape(kv_heads, dtype=jnp.int32), shape(batch, entries, dtype=jnp.int32)
+    layout = Layout((0, 1, 3, 2) if head_dim % 128 else (0, 1, 2, 3))
+    return Compiled(run, (pool, pool, q, slots, ints, ring, ints, values, given), 3, in_place=layout)
+
+
 def sharded_pools(spec) -> Compiled:
     """A decoding step inside shard_map: KV heads over four devices, each with pools of its own heads."""
     batch, entries, layers, kv_heads = 2, 1028, 3, 8
@@ -271,6 +299,21 @@ CALLS = {
     "sharded-batch": sharded(AttentionSpec(300, 4), by_heads=False, kernels=3),
     "sharded-heads": sharded(SMALL, by_heads=True, kernels=4),
     "sharded-pools": sharded_pools(AttentionSpec(1024, 4)),
+    "pools-full": pools(AttentionSpec(), 32768),
+    "pools-ring": pools(AttentionSpec(1024, 4), 1028, "ring", "sink_logits"),
+    "pools-ring-2": pools(AttentionSpec(4096, 4), 4100, "ring", tokens=2),
+    "pools-8": pools(AttentionSpec(1024, 4), 32768, "full_from", "full_heads", tokens=8),
+    "pools-head-dim-64": pools(AttentionSpec(1024), 8192, "alibi_slopes", head_dim=64, tokens=4, heads=16),
+    "pools-head-dim-80": pools(
+        AttentionSpec(99, logit_softcap=30.0, **SIGMOID),
+        *(5000, "alibi_slopes", "sigmoid_bias"),
+        head_dim=80,
+        heads=12,
+        kv_heads=12,
+    ),
+    "pools-head-dim-96": pools(AttentionSpec(1024), 5001, head_dim=96, heads=12, kv_heads=4),
+    "pools-float32": pools(AttentionSpec(), 8192, head_dim=256, dtype="float32", heads=8, kv_heads=4),
+    "pools-scattered": pools(AttentionSpec(1024), 4099, "ring", head_dim=256, heads=8, kv_heads=2, scattered=True),
     "shared-row": shared(AttentionSpec(), 4096, kernels=2),
     # A kernel for the keys of each device, and one back.
     "shared-row-in-ring": shared(AttentionSpec(), 36864, kernels=8),
@@ -285,8 +328,11 @@ def abstract_mesh(topology: str, device) -> AbstractMesh:
     return AbstractMesh((1,), ("x",), abstract_device=abstract)
 
 
-def compile_one(call: Compiled, topology: str, devices) -> int:
-    """Compiles the call for the first device, or for four; returns the number of kernels in its lowered text."""
+def compile_one(call: Compiled, topology: str, devices) -> tuple[int, float]:
+    """Compiles the call for the first device, or for four.
+
+    Returns the number of kernels in its lowered text, and its temporary memory in units of its first two arguments.
+    """
     function, mesh = call.function, abstract_mesh(topology, devices[0])
     if call.sharding:
         real = Mesh(np.array(devices[:4]), ("x",), axis_types=(AxisType.Auto,))
@@ -297,19 +343,25 @@ def compile_one(call: Compiled, topology: str, devices) -> int:
     arguments = jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), call.arguments, places
     )
+    jitted = jax.jit(function)
+    if call.in_place is not None:
+        kept = (Format(call.in_place, SingleDeviceSharding(devices[0])),) * 2
+        formats = {"in_shardings": kept + (None,) * (len(arguments) - 2), "out_shardings": (None, *kept)}
+        jitted = jax.jit(function, donate_argnums=(0, 1), **formats)
     with jax.set_mesh(real) if call.sharding else jax.sharding.use_abstract_mesh(mesh):
-        lowered = jax.jit(function).lower(*arguments)
-    lowered.compile()
-    return lowered.as_text().count("@tpu_custom_call")
+        lowered = jitted.lower(*arguments)
+    temporary = lowered.compile().memory_analysis().temp_size_in_bytes
+    first = sum(x.size * x.dtype.itemsize for x in arguments[:2])
+    return lowered.as_text().count("@tpu_custom_call"), temporary / first
 
 
 def main(topology: str, names: list[str]) -> None:
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     for name in names or CALLS:
         start = time.process_time()
-        kernels = compile_one(CALLS[name], topology, devices)
+        kernels, temporary = compile_one(CALLS[name], topology, devices)
         seconds = round(time.process_time() - start, 1)
-        report = {"name": name, "kernels": kernels, "seconds": seconds}
+        report = {"name": name, "kernels": kernels, "temporary": temporary, "seconds": seconds}
         print(json.dumps(report), flush=True)
 
 

@@ -65,14 +65,10 @@ def programs(name: str):
     gate = {"gate": jnp.ones(learned["q"].shape[:2])}
 
     def attend(learned):
-        arrays = dict(learned)
-        qkv = [arrays.pop(x) for x in "qkv"]
-        return attention(*qkv, call.spec, **arrays, **fixed, implementation="triton")
+        return attention(**learned, spec=call.spec, **fixed, implementation="triton")
 
     def route(learned):
-        arrays = dict(learned)
-        qkvg = [arrays.pop(x) for x in ("q", "k", "v", "gate")]
-        return routed_attention(*qkvg, call.spec, **arrays, **fixed, implementation="triton")
+        return routed_attention(**learned, spec=call.spec, **fixed, implementation="triton")
 
     def decode(learned):
         q, k, v = (learned[x] for x in "qkv")

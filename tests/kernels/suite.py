@@ -14,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import AttentionSpec, alibi_slopes, attention, blocks, gpu, routed_attention, xla
 from pallas_kernels.gpu.operands import Tile
+from pallas_kernels.math.spec import dense_mask
 from pallas_kernels.tpu.calls import launches
 from pallas_kernels.tpu.decode import decode
 from pallas_kernels.tpu.schedule import documents
@@ -32,7 +33,9 @@ class Implementation:
 
     def install(self, monkeypatch) -> "Implementation":
         if self.name == "xla" and self.block is not None:
-            monkeypatch.setattr(xla, "block_size", lambda rows, window: self.block)
+            monkeypatch.setattr(
+                xla, "attention_blocks", lambda rows, window, *lengths: [min(self.block, n) for n in lengths]
+            )
         if self.name == "tpu" and self.block is not None:
             tiles = blocks.Tiles(self.block, self.block, strip=self.block // 2, tile=self.block // 2)
             monkeypatch.setattr(launches, "choose_tiles", lambda *_, **__: tiles)
@@ -81,11 +84,11 @@ class Call:
     dtype: str = "float32"
 
     def draw(self) -> tuple[dict, dict]:
-        """Returns the arrays that gradients flow to, and the other arguments."""
+        """Returns the arrays that gradients flow to, and the other arguments; all are NumPy arrays."""
         rng = np.random.default_rng(self.q_length * 1000 + self.kv_length + self.heads)
 
         def normal(*shape):
-            return jnp.asarray(rng.normal(size=shape), self.dtype)
+            return rng.normal(size=shape).astype(jnp.dtype(self.dtype))
 
         learned = {
             "q": normal(self.batch, self.q_length, self.heads, self.head_dim),
@@ -94,56 +97,44 @@ class Call:
         }
         fixed = {}
         if "sink_logits" in self.options:
-            learned["sink_logits"] = jnp.asarray(rng.normal(size=self.heads), jnp.float32)
+            learned["sink_logits"] = np.float32(rng.normal(size=self.heads))
         if "logit_scales" in self.options:
-            learned["logit_scales"] = jnp.asarray(rng.uniform(0.5, 2, self.heads), jnp.float32)
+            learned["logit_scales"] = np.float32(rng.uniform(0.5, 2, self.heads))
         if "scalar_bias" in self.options:
-            learned["sigmoid_bias"] = jnp.float32(-2.5)
+            learned["sigmoid_bias"] = np.float32(-2.5)
         if "sigmoid_bias" in self.options:
-            learned["sigmoid_bias"] = jnp.asarray(rng.normal(size=self.heads), jnp.float32)
+            learned["sigmoid_bias"] = np.float32(rng.normal(size=self.heads))
         if "alibi_slopes" in self.options:
             fixed["alibi_slopes"] = alibi_slopes(self.heads - self.heads // 3, self.heads // 3, "press")
         if "full_heads" in self.options:
-            fixed["full_heads"] = jnp.arange(self.kv_heads) == self.kv_heads // 2
+            fixed["full_heads"] = np.arange(self.kv_heads) == self.kv_heads // 2
         if "full_from" in self.options:
             columns = 1 if self.segments is None else int(np.max(self.segments))
-            fixed["full_from"] = jnp.asarray(rng.integers(0, self.kv_length // 2, (self.batch, columns)), jnp.int32)
+            fixed["full_from"] = rng.integers(0, self.kv_length // 2, (self.batch, columns), np.int32)
         if "full_from_row" in self.options:
-            fixed["full_from"] = jnp.asarray(rng.integers(0, self.kv_length, self.batch), jnp.int32)
+            fixed["full_from"] = rng.integers(0, self.kv_length, self.batch, np.int32)
         if self.segments is not None:
-            fixed["q_segment_ids"] = jnp.asarray(self.segments, jnp.int32)
+            fixed["q_segment_ids"] = np.int32(self.segments)
         if "chunk" in self.options:  # the queries are the last ones of the sequence, those of row 1 two tokens earlier
             last = self.kv_length - np.arange(self.batch)[:, None] * 2
-            fixed["q_positions"] = jnp.asarray(last - self.q_length + np.arange(self.q_length), jnp.int32)
+            fixed["q_positions"] = np.int32(last - self.q_length + np.arange(self.q_length))
         if "ring" in self.options:  # keys lie rotated, some slots are empty
             positions = np.roll(np.arange(self.kv_length), 7)
             positions[3:6] = -1
-            fixed["kv_positions"] = jnp.asarray(np.tile(positions, (self.batch, 1)), jnp.int32)
+            fixed["kv_positions"] = np.int32(np.tile(positions, (self.batch, 1)))
         return learned, fixed
 
     def run(self, implementation: str):
         """Values, and gradients of drawn combinations of them, of `attention` (with lse where there is one)."""
         learned, fixed = self.draw()
-        return_lse = self.spec.activation == "softmax"
+        options = {"return_lse": self.spec.activation == "softmax", "implementation": implementation, **fixed}
+        return with_gradients(lambda learned: attention(**learned, spec=self.spec, **options))(learned)
 
-        def function(learned):
-            arrays = dict(learned)
-            qkv = [arrays.pop(name) for name in "qkv"]
-            options = arrays | fixed
-            return attention(*qkv, self.spec, **options, return_lse=return_lse, implementation=implementation)
-
-        return with_gradients(function)(learned)
-
-    def run_routed(self, implementation: str, *gates: jax.Array):
+    def run_routed(self, implementation: str, *gates: np.ndarray):
         """Values and gradients of `routed_attention` for each of the gates [B, T], compiled once for all."""
         learned, fixed = self.draw()
-
-        def function(learned):
-            arrays = dict(learned)
-            args = [arrays.pop(name) for name in ("q", "k", "v", "gate")]
-            return routed_attention(*args, self.spec, **arrays, **fixed, implementation=implementation)
-
-        both = with_gradients(function)
+        options = {"implementation": implementation, **fixed}
+        both = with_gradients(lambda learned: routed_attention(**learned, spec=self.spec, **options))
         return [both(learned | {"gate": gate}) for gate in gates]
 
     @functools.cache  # noqa: B019  (calls are few, frozen and live as long as the tests)
@@ -172,7 +163,14 @@ def gates(kind, shape=(2, 50)):
         "some": rng.uniform(size=shape) < 0.13,
         "runs": np.arange(shape[1]) // 9 % 2 * np.ones(shape),
     }[kind]
-    return jnp.asarray(drawn, jnp.float32)
+    return np.float32(drawn)
+
+
+def seen_pairs(spec: AttentionSpec, where, *, outside: bool = False) -> np.ndarray:
+    """The dense mask, or with `outside` what full attention sees beside it. NumPy's: JAX compiles each operation."""
+    where = jax.tree.map(np.asarray, where)
+    seen = np.asarray(dense_mask(spec, where))
+    return np.asarray(dense_mask(spec.full, where)) & ~seen if outside else seen
 
 
 def quick_jit(function, **options):
@@ -203,7 +201,7 @@ def with_gradients(function):
     return both
 
 
-def assert_matches_routed(call: Call, implementation: Implementation, *gates: jax.Array) -> None:
+def assert_matches_routed(call: Call, implementation: Implementation, *gates: np.ndarray) -> None:
     """Values and gradients of routed attention, with each of the gates."""
     for actual, expected in zip(
         call.run_routed(implementation.name, *gates), call.run_routed("reference", *gates), strict=True

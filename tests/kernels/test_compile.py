@@ -85,6 +85,7 @@ def test_every_kernel_compiles(topology, part):
     names = list(CALLS)[part::PARTS]
     reports = run("compile_for.py", topology, *names)
     assert {r["name"]: r["kernels"] for r in reports} == {name: CALLS[name].kernels for name in names}
+    assert all(r["temporary"] < 0.01 for r in reports if CALLS[r["name"]].in_place)
 
 
 @pytest.mark.long

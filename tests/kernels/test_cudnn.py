@@ -44,14 +44,8 @@ def test_jax_is_asked_for_what_the_spec_says(on_gpu, monkeypatch, call):
     monkeypatch.setattr(cudnn, "DTYPES", ("float32",))
 
     def run(implementation):
-        learned, _ = call.draw()
-
-        def function(learned):
-            arrays = dict(learned)
-            qkv = [arrays.pop(name) for name in "qkv"]
-            return attention(*qkv, call.spec, **arrays, implementation=implementation)
-
-        return with_gradients(function)(learned)
+        attend = with_gradients(lambda learned: attention(**learned, spec=call.spec, implementation=implementation))
+        return attend(call.draw()[0])
 
     (out, gradients), (expected, expected_gradients) = run("cudnn"), run("reference")
     assert_close(out, expected, call.dtype)

@@ -51,7 +51,8 @@ def documents(seed: int, length: int, lengths: tuple[int, ...], padding: int = 0
 def test_the_product_of_codes_is_zero_within_a_document(lengths):
     length = 9000 if lengths == (1,) else 3000
     ids = np.array([documents(3, length, lengths, 50), documents(4, length, lengths)])
-    codes = document_codes(coordinates(length, length, q_segment_ids=ids), jnp.bfloat16, behind=8)
+    where = coordinates(length, length, q_segment_ids=ids)
+    codes = quick_jit(document_codes, static_argnums=(1, 2))(where, jnp.bfloat16, 8)
     assert (np.asarray(codes[:, length:]) == (np.arange(128) == 127)).all()
     for row in range(2):
         queries = np.asarray(with_query_code(codes[row, :, :0], codes[row]), np.float32)

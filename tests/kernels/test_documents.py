@@ -1,18 +1,26 @@
 """Packed rows in the scheduled TPU kernels: which pairs of blocks are crossed, and attention over those."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import AttentionSpec
-from pallas_kernels.math.spec import coordinates, dense_mask
+from pallas_kernels.math.spec import coordinates
 from pallas_kernels.tpu.calls import launches
 from pallas_kernels.tpu.schedule import documents, scheduled_backward, scheduled_forward
 from pallas_kernels.tpu.schedule.documents import documents_of, read_bounds
 
-from .suite import PACKED, Call, Implementation, assert_matches_reference, assert_matches_routed, gates
+from .suite import (
+    PACKED,
+    Call,
+    Implementation,
+    assert_matches_reference,
+    assert_matches_routed,
+    gates,
+    quick_jit,
+    seen_pairs,
+)
 
 FAST = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 ROWS = tuple(map(tuple, PACKED))
@@ -36,9 +44,9 @@ def packed_rows(draw, length=64):
 def test_bounds_are_those_of_every_pair_of_tokens(ids, block):
     where = coordinates(64, 64, q_segment_ids=ids)
     small = documents.small_block(block)
-    found = documents_of(where, block)
+    found = quick_jit(documents_of, static_argnums=1)(where, block)
     table, rows = np.asarray(found.table), 64 // block
-    seen = np.asarray(dense_mask(AttentionSpec(), where))
+    seen = seen_pairs(AttentionSpec(), where)
     causal = np.tril(np.ones((64, 64), bool))
     assert found.per_row == block // small
     for batch in range(2):
@@ -59,21 +67,6 @@ def test_bounds_are_those_of_every_pair_of_tokens(ids, block):
                 assert alike[clean:].all()
                 if clean <= start // size and clean > 0:
                     assert not alike[clean - 1]
-
-
-def test_a_row_of_one_document_is_told_by_zeros():
-    where = coordinates(4096, 4096, q_segment_ids=jnp.ones((2, 4096), jnp.int32))
-    assert not np.asarray(documents_of(where, 2048).table).any()
-
-
-def test_padding_at_the_end_leaves_the_other_blocks_clean(monkeypatch):
-    monkeypatch.setattr(documents, "SMALL_BLOCK", 1024)
-    ids = np.ones((1, 4096), np.int32)
-    ids[:, 3600:] = 0
-    found = documents_of(coordinates(4096, 4096, q_segment_ids=ids), 2048)
-    places = (0, None), (1, None), (1, 0), (1, 1)
-    bounds = [read_bounds(np.asarray(found.table), 0, row, 2, found.per_row, i) for row, i in places]
-    assert [tuple(map(int, b)) for b in bounds] == [(0, 0), (0, 2), (0, 0), (0, 4)]
 
 
 # ---- attention ----

@@ -74,7 +74,7 @@ def outcome(implementation, spec, per_head, packing, rotating, routed, arrays):
         out, disagreement = function(*qkv)
         return (out.astype(jnp.float32) * weights.astype(jnp.float32)).sum() + disagreement.sum(), out
 
-    gradients, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+    gradients, out = quick_jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(q, k, v)
     return out, gradients
 
 
@@ -135,19 +135,18 @@ def test_rotating_in_the_kernel_rounds_less(monkeypatch):
     """Queries are rounded to bfloat16 once there, after RoPE and the scale; rotated before, they are rounded twice."""
     TPU.install(monkeypatch)
     rotating, arrays = rotation(np.arange(LENGTH)[None], 128, 128, False), drawn(128, "bfloat16")
-    q, k, v, _ = arrays
+    still = Rotation(np.ones_like(rotating.cos), np.zeros_like(rotating.sin), rotating.distance)
 
-    def kernel(q, rotating):
-        attend = quick_jit(lambda q: attention(q, k, v, AttentionSpec(11), rotation=rotating, implementation="tpu"))
-        return attend(q)
+    @quick_jit
+    def errors(q, k, v):
+        def attend(*qkv, **options):
+            return attention(*qkv, AttentionSpec(11), **options).astype(jnp.float32)
 
-    wide = [x.astype(jnp.float32) for x in (rotate(q.astype(jnp.float32), rotating), k, v)]
-    exact = attention(*wide, AttentionSpec(11), implementation="reference")
-    found = kernel(q, rotating)
-    still = Rotation(jnp.ones_like(rotating.cos), jnp.zeros_like(rotating.sin), rotating.distance)
-    before = kernel(rotate(q, rotating), still)
+        wide = [x.astype(jnp.float32) for x in (q, k, v)]
+        exact = attend(rotate(wide[0], rotating), *wide[1:], implementation="reference")
+        found = attend(q, k, v, rotation=rotating, implementation="tpu")
+        before = attend(rotate(q, rotating), k, v, rotation=still, implementation="tpu")
+        return [jnp.square(out - exact).mean() for out in (found, before)]
 
-    def error(out):
-        return float(jnp.sqrt(jnp.mean(jnp.square(out.astype(jnp.float32) - exact))))
-
-    assert error(found) < error(before)
+    in_kernel, before = errors(*arrays[:3])
+    assert in_kernel < before

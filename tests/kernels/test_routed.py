@@ -67,10 +67,7 @@ def test_gradients_with_full_heads_can_be_traced(implementation):
     learned, fixed = call.draw()
 
     def loss(learned, gate):
-        arrays = dict(learned)
-        qkv = [arrays.pop(name) for name in "qkv"]
-        options = arrays | fixed
-        return routed_attention(*qkv, gate, call.spec, **options, implementation=implementation.name)
+        return routed_attention(**learned, gate=gate, spec=call.spec, **fixed, implementation=implementation.name)
 
     def gradients(learned, gate):
         out, pullback = jax.vjp(loss, learned, gate)
@@ -118,10 +115,8 @@ def test_inference_leaves_out_the_full_branch_of_other_rows(implementation, name
     learned, fixed = call.draw()
 
     def routed(implementation):
-        arrays = dict(learned)
-        qkv = [arrays.pop(array) for array in "qkv"]
-        options = arrays | fixed | {"inference": True, "implementation": implementation}
-        run = jax.jit(lambda gate: routed_attention(*qkv, gate, call.spec, **options))
+        options = learned | fixed | {"inference": True, "implementation": implementation}
+        run = jax.jit(lambda gate: routed_attention(gate=gate, spec=call.spec, **options))
         return [run(gate) for gate in drawn]
 
     training = call.run_routed("reference", *drawn)
@@ -166,9 +161,11 @@ def test_rows_are_put_together_wherever_they_end(monkeypatch):
     length, whole = 80, 16
     call = dataclasses.replace(PLAIN, q_length=length, kv_length=length)
     counts = (whole - 3, whole, whole + 1)
-    drawn = [jnp.zeros((2, length)).at[:, length - 2 * count :: 2].set(1.0).at[1, -2].set(0.5) for count in counts]
-    all_and_none = jnp.zeros((2, length)).at[0].set(1.0)
-    assert_matches_routed(call, tpu, *drawn, all_and_none)
+    drawn = np.zeros((len(counts) + 1, 2, length), np.float32)
+    for gate, count in zip(drawn, counts, strict=False):
+        gate[:, length - 2 * count :: 2], gate[1, -2] = 1.0, 0.5
+    drawn[-1, 0] = 1.0  # all, and none
+    assert_matches_routed(call, tpu, *drawn)
 
 
 def test_members_are_found_in_order():

@@ -7,12 +7,12 @@ import pytest
 
 from pallas_kernels import AttentionSpec, attention
 from pallas_kernels.blocks import Tiles
-from pallas_kernels.math.spec import coordinates, dense_mask
+from pallas_kernels.math.spec import coordinates
 from pallas_kernels.tpu.calls import launches, passes
 from pallas_kernels.tpu.schedule import pair_schedule
 from pallas_kernels.tpu.schedule.row_list import list_rows
 
-from .suite import quick_jit, with_gradients
+from .suite import quick_jit, seen_pairs, with_gradients
 from .tolerances import assert_close
 
 LENGTH, BLOCK = 256, 64
@@ -50,19 +50,18 @@ def rows_of_documents(seed: int, batch: int = 2) -> tuple[np.ndarray, np.ndarray
     return ids, full_from.astype(np.int32)
 
 
-def arrays(seed: int, heads: int, kv_heads: int):
+def arrays(seed: int, heads: int, kv_heads: int, batch: int = 2) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
-    shapes = [(2, LENGTH, n, 16) for n in (heads, kv_heads, kv_heads)]
-    return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+    return [rng.normal(size=(batch, LENGTH, n, 16)).astype(np.float32) for n in (heads, kv_heads, kv_heads)]
 
 
-@pytest.mark.parametrize("in_vmem", [True, False])
+@pytest.mark.parametrize("in_vmem", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("seed", "options"),
     [
         (1, {"num_sink_tokens": 3}),
         pytest.param(2, {"activation": "sigmoid"}, marks=pytest.mark.slow),
-        *(pytest.param(seed, {}, marks=pytest.mark.slow) for seed in (0, *range(3, 9))),
+        *(pytest.param(seed, {}, marks=pytest.mark.slow) for seed in (0, 3, 5)),
     ],
 )
 def test_values_and_gradients(seed, options, in_vmem, schedules, monkeypatch):
@@ -74,23 +73,17 @@ def test_values_and_gradients(seed, options, in_vmem, schedules, monkeypatch):
     learned, packing = arrays(seed, 4, 2), {"q_segment_ids": ids, "full_from": full_from}
     spec = AttentionSpec(int(np.random.default_rng(seed).integers(2, 60)), **options)
 
-    @with_gradients
-    def tpu(learned):
-        return attention(*learned, spec, implementation="tpu", **packing)
+    def run(name):
+        return with_gradients(lambda learned: attention(*learned, spec, implementation=name, **packing))(learned)
 
-    @with_gradients
-    def reference(learned):
-        return attention(*learned, spec, implementation="reference", **packing)
-
-    out, gradients = tpu(learned)
-    expected, expected_gradients = reference(learned)
+    (out, gradients), (expected, expected_gradients) = run("tpu"), run("reference")
     assert len(schedules) == (2 if in_vmem else 0)
     assert_close(out, expected, "float32")
     for one, other in zip(gradients, expected_gradients, strict=True):
         assert_close(one, other, "float32", gradient=True)
 
 
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 20))])
+@pytest.mark.parametrize("seed", [0, 5, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3, 7, 14))])
 def test_the_list_has_every_visible_pair_once_and_no_mask_hides_one_of_a_full_row(seed):
     ids, full_from = rows_of_documents(seed, batch=1 + seed % 2)
     spec = AttentionSpec(1 + 7 * seed, num_sink_tokens=seed % 3)
@@ -100,9 +93,9 @@ def test_the_list_has_every_visible_pair_once_and_no_mask_hides_one_of_a_full_ro
         launches.choose_kernel(call, where), LENGTH, launches.Given(16, "float32", "TPU v6 lite")
     )
     assert listed
-    rows = list_rows(call, passes.of_full_rows(where))
-    past = dense_mask(spec, where) & ~dense_mask(spec, where._replace(full_rows=None))
-    past = np.asarray(past).reshape(len(ids), LENGTH // FORWARD, FORWARD, LENGTH // KEYS, KEYS)
+    rows = quick_jit(list_rows, static_argnums=0)(call, passes.of_full_rows(where))
+    past = seen_pairs(spec, where) & ~seen_pairs(spec, where._replace(full_rows=None))
+    past = past.reshape(len(ids), LENGTH // FORWARD, FORWARD, LENGTH // KEYS, KEYS)
     assert where.full_rows is not None
     full = np.broadcast_to(where.full_rows, ids.shape).reshape(past.shape[:3])
     order = np.asarray(rows.order).reshape(len(ids), -1)
@@ -119,62 +112,39 @@ def test_the_list_has_every_visible_pair_once_and_no_mask_hides_one_of_a_full_ro
             assert place < count or not seen.any()
 
 
-def test_other_rows_stay_as_the_window_wrote_them(schedules):
-    """Bit for bit, in a row of the batch without any full row too."""
-    ids = np.ones((2, LENGTH), np.int32)
-    full_from = np.array([[LENGTH - 40], [LENGTH]], np.int32)
-    q, k, v = arrays(5, 2, 1)
-    options = {"spec": AttentionSpec(24), "q_segment_ids": ids, "implementation": "tpu"}
+def test_rows_beside_full_ones(schedules):
+    """They stay bit for bit as the window wrote them, and know nothing of what the full rows of their block see.
 
-    def run(**more):
+    Row 2 of the batch has no full row.
+    """
+    ids, full = np.ones((3, LENGTH), np.int32), [40, 10, 0]
+    full_from = np.array([[LENGTH - n] for n in full], np.int32)
+    q, k, v = arrays(5, 2, 1, batch=3)
+    assert (LENGTH - 40) % FORWARD  # there are blocks with rows of both kinds
+
+    def program(**options):
         @quick_jit
-        def both(q):
-            out, pullback = jax.vjp(lambda q: attention(q, k, v, **options, **more), q)
+        def both(q, k, v):
+            def attend(q):
+                return attention(q, k, v, AttentionSpec(24), q_segment_ids=ids, implementation="tpu", **options)
+
+            out, pullback = jax.vjp(attend, q)
             return out, *pullback(jnp.ones_like(out))
 
-        return both(q)
+        return lambda *qkv: [np.asarray(x) for x in both(*qkv)]
 
-    (out, dq), (window, window_dq) = run(full_from=full_from), run()
+    with_full, window = program(full_from=full_from), program()
+    plain = window(q, k, v)
+    for found, expected in zip(with_full(q, k, v), plain, strict=True):
+        for row, count in enumerate(full):
+            np.testing.assert_array_equal(found[row, : LENGTH - count], expected[row, : LENGTH - count])
+            assert (found[row, LENGTH - count :] != expected[row, LENGTH - count :]).any(axis=(1, 2)).all()
     assert len(schedules) == 2  # of the forward and of the backward pass
-    assert (LENGTH - 40) % FORWARD  # there are blocks with rows of both kinds
-    for changed, plain in ((out, window), (dq, window_dq)):
-        np.testing.assert_array_equal(changed[0, :-40], plain[0, :-40])
-        np.testing.assert_array_equal(changed[1], plain[1])
-        assert (changed[0, -40:] != plain[0, -40:]).any(axis=(1, 2)).all()
-
-
-def test_a_value_that_is_not_finite_reaches_the_full_rows_alone():
-    ids = np.ones((2, LENGTH), np.int32)
-    full_from = np.array([[LENGTH - 40], [LENGTH - 10]], np.int32)
-    q, k, v = arrays(6, 2, 1)
-    v = v.at[:, 70, 0, 3].set(np.inf)
-    options = {"q_segment_ids": ids, "full_from": full_from}
-    out = attention(q, k, v, AttentionSpec(24), **options, implementation="tpu")
-    expected = attention(q, k, v, AttentionSpec(24), **options, implementation="reference")
-    clean, expected_clean = (np.isfinite(x).all(axis=3) for x in (out, expected))
-    np.testing.assert_array_equal(clean, expected_clean)
-    assert not clean[0, -40:].any()
-    assert clean[0, 70 + 24 : -40].all()
-
-
-@pytest.mark.parametrize("name", ["k", "v"])
-def test_gradients_of_rows_beside_full_ones_know_nothing_of_what_these_see(name):
-    """Rows that are not full are taken along where the full ones of their block see all keys."""
-    ids, full_from = np.ones((2, LENGTH), np.int32), np.array([[LENGTH - 40], [LENGTH - 10]], np.int32)
-    q, k, v = arrays(6, 2, 1)
-    nonfinite = {"k": k, "v": v} | {name: {"k": k, "v": v}[name].at[:, 70, 0, 3].set(np.nan)}
-    options = {"spec": AttentionSpec(24), "q_segment_ids": ids, "implementation": "tpu"}
-
-    def dq(**more):
-        @quick_jit
-        def gradient(q):
-            out, pullback = jax.vjp(lambda q: attention(q, nonfinite["k"], nonfinite["v"], **options, **more), q)
-            return pullback(jnp.ones_like(out))[0]
-
-        return np.asarray(gradient(q))
-
-    changed, window = dq(full_from=full_from), dq()
-    for row, full in enumerate((40, 10)):
-        np.testing.assert_array_equal(changed[row, 70 + 24 : -full], window[row, 70 + 24 : -full])
-        assert np.isfinite(changed[row, 70 + 24 : -full]).all()
-        assert not np.isfinite(changed[row, -full:]).any()
+    for name, value in (("k", np.nan), ("v", np.nan), ("v", np.inf)):
+        changed = {"k": k.copy(), "v": v.copy()}
+        changed[name][:, 70, 0, 3] = value
+        for found, expected in zip(with_full(q, *changed.values()), plain, strict=True):
+            for row, count in enumerate(full):
+                unseen = found[row, 70 + 24 : LENGTH - count]
+                np.testing.assert_array_equal(unseen, expected[row, 70 + 24 : LENGTH - count])
+                assert not np.isfinite(found[row, LENGTH - count :]).all(axis=(1, 2)).any()

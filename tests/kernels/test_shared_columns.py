@@ -26,7 +26,7 @@ def cut_into(monkeypatch):
     return lambda tiles: monkeypatch.setattr(launches, "choose_tiles", lambda *_, **__: tiles)
 
 
-@pytest.mark.parametrize(("n", "head_dim"), [(16, 8), (128, 128), (256, 64), (256, 128)])
+@pytest.mark.parametrize(("n", "head_dim"), [(16, 8), (256, 128)])
 @pytest.mark.parametrize("with_sums", [True, False])
 def test_each_query_has_one_key_in_each_column(n, head_dim, with_sums):
     rng = np.random.default_rng(n + head_dim)

@@ -61,21 +61,19 @@ def drawn():
     """q, k and v whose rows are alike, as many as there are blocks."""
     rng = np.random.default_rng(0)
     one = [rng.normal(size=(1, T, heads, 8)) for heads in (4, 2, 2)]
-    return [jnp.asarray(x.repeat(BLOCKS, axis=0), jnp.float32) for x in one]
+    return [jnp.asarray(np.float32(x.repeat(BLOCKS, axis=0))) for x in one]
 
 
 def repeated(options, rows=BLOCKS):
     """The options of one row of the batch, for that many."""
     return {
-        name: jnp.asarray(x) if name == "full_heads" else jnp.broadcast_to(jnp.asarray(x), (rows, *np.shape(x)))
-        for name, x in options.items()
+        name: x if name == "full_heads" else np.broadcast_to(x, (rows, *np.shape(x))) for name, x in options.items()
     }
 
 
 def poisoned(x):
     """[n, n * BLOCK, ...] with block i of row i being NaN."""
-    n = len(x)
-    here = jnp.arange(x.shape[1]) // BLOCK == jnp.arange(n)[:, None]
+    here = np.arange(x.shape[1]) // BLOCK == np.arange(len(x))[:, None]
     return jnp.where(here[..., None, None], jnp.nan, x)
 
 
@@ -89,7 +87,7 @@ def changed(x, clean):
 def needed(spec, options, heads):
     """Blocks with a visible pair, by brute force: [heads, query blocks, KV blocks]."""
     options = repeated(options, 1)
-    full = options.pop("full_heads", jnp.zeros(2, bool)).repeat(heads // 2)
+    full = options.pop("full_heads", np.zeros(2, bool)).repeat(heads // 2)
     specs = [spec.full if f else spec for f in full]
     masks = [np.asarray(s.mask(T, **(options if s.window is not None else _without_full_from(options)))) for s in specs]
     return np.stack([m.reshape(BLOCKS, BLOCK, BLOCKS, BLOCK).any(axis=(1, 3)) for m in masks])
@@ -233,20 +231,24 @@ def test_decode(implementation, window, num_sink_tokens):
         np.testing.assert_array_equal(out[~touched], clean[~touched])
 
 
-def grid_points(monkeypatch, function, *arguments) -> int:
-    """How many steps the grids of all launches of a TPU call have together."""
+def grid_points(monkeypatch, function, *calls) -> list[int]:
+    """How many steps the grids of all launches of a TPU call have together, with each of the arguments."""
     set_parallel_dimensions(monkeypatch, 1)  # the simulation shuffles parallel dimensions, if their size is static
-    points = []
+    points, counts = [], []
 
     def record(token, point, core):
         points.append(point)
         return token
 
     TPU.install(monkeypatch)
+    compiled = quick_jit(function)
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(grid_point_recorder=record)):
-        jax.block_until_ready(quick_jit(function)(*arguments))
+        for arguments in calls:
+            points.clear()
+            jax.block_until_ready(compiled(*arguments))
+            counts.append(len(points))
     pltpu.reset_tpu_interpret_mode_state()
-    return len(points)
+    return counts
 
 
 def steps(table) -> int:
@@ -260,8 +262,8 @@ def steps(table) -> int:
 def test_no_step_of_the_grid_is_idle(monkeypatch, name):
     spec, options = CALLS[name]
     q, k, v = (x[:1] for x in drawn())
-    used = grid_points(
-        monkeypatch, lambda q, k, v: attention(q, k, v, spec, **repeated(options, 1), implementation="tpu"), *(q, k, v)
+    (used,) = grid_points(
+        monkeypatch, lambda q, k, v: attention(q, k, v, spec, **repeated(options, 1), implementation="tpu"), (q, k, v)
     )
     assert 0 < used <= steps(needed(spec, options, heads=4))
 
@@ -269,32 +271,34 @@ def test_no_step_of_the_grid_is_idle(monkeypatch, name):
 def test_routing_takes_the_steps_of_window_and_outside(monkeypatch):
     spec, _ = CALLS["window-of-a-block"]
     q, k, v = (x[:1] for x in drawn())
-    used = grid_points(
+    (used,) = grid_points(
         monkeypatch,
         lambda q, k, v: routed_attention(q, k, v, jnp.ones((1, T)), spec, implementation="tpu")[0],
-        *(q, k, v),
+        (q, k, v),
     )
     past = np.asarray(AttentionSpec().mask(T) & ~spec.mask(T))
     outside = past.reshape(1, BLOCKS, BLOCK, BLOCKS, BLOCK).any(axis=(2, 4))
     assert BLOCKS < used <= steps(needed(spec, {}, heads=4)) + 4 * steps(outside)
 
 
-@pytest.mark.parametrize("length", [1, BLOCK + 1, T])
-def test_decoding_takes_a_step_for_each_visible_block(monkeypatch, length):
+def test_decoding_takes_a_step_for_each_visible_block(monkeypatch):
     q, k, v = (x[:1] for x in drawn())
     spec = AttentionSpec(BLOCK + 2, num_sink_tokens=1)
-    used = grid_points(
-        monkeypatch,
-        lambda q, k, v: decode_attention(q[:, :1], k, v, spec, lengths=jnp.array([length]), implementation="tpu"),
-        *(q, k, v),
-    )
-    mask = np.asarray(spec.mask(1, T, q_positions=jnp.array([[length - 1]])))
-    assert 0 < used <= 2 * steps(mask.reshape(1, BLOCKS, BLOCK).any(axis=2))  # a KV head's queries together
+
+    def decode(lengths):
+        return decode_attention(q[:, :1], k, v, spec, lengths=lengths, implementation="tpu")
+
+    lengths = (1, BLOCK + 1, T)
+    counts = grid_points(monkeypatch, decode, *((np.int32([n]),) for n in lengths))
+    for length, used in zip(lengths, counts, strict=True):
+        mask = np.asarray(spec.mask(1, T, q_positions=np.int32([[length - 1]])))
+        assert 0 < used <= 2 * steps(mask.reshape(1, BLOCKS, BLOCK).any(axis=2))  # a KV head's queries together
 
 
 def test_a_kernel_that_visits_too_much_is_found():
     """The reference multiplies by every key, visible or not."""
     q, k, v = drawn()
     spec = AttentionSpec(7)
-    out, clean = (attention(q, *kv, spec, implementation="reference") for kv in ((poisoned(k), poisoned(v)), (k, v)))
+    attend = quick_jit(lambda k, v: attention(q, k, v, spec, implementation="reference"))
+    out, clean = attend(poisoned(k), poisoned(v)), attend(k, v)
     assert changed(out, clean).all()

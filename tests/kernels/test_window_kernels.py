@@ -10,14 +10,14 @@ import pytest
 
 from pallas_kernels import AttentionSpec, attention
 from pallas_kernels.blocks import Tiles
-from pallas_kernels.math.spec import coordinates, dense_mask
+from pallas_kernels.math.spec import coordinates
 from pallas_kernels.tpu.calls import launches
 from pallas_kernels.tpu.tile.tiles import Call as KernelCall
 from pallas_kernels.tpu.window import sink_gradients
 from pallas_kernels.tpu.window.geometry import Cut, oldest_rows, packed_segments
 from pallas_kernels.tpu.window.packed_sinks import gather_sinks
 
-from .suite import Call, Implementation, assert_matches_reference
+from .suite import Call, Implementation, assert_matches_reference, quick_jit, seen_pairs
 
 TPU = Implementation("tpu", block=16)
 
@@ -27,21 +27,22 @@ def _blocks_of_16(monkeypatch):
     TPU.install(monkeypatch)
 
 
+segments_of = quick_jit(packed_segments, static_argnums=0)
+gathered = quick_jit(gather_sinks, static_argnums=0)
 ROWS = np.array([[1] * 40 + [2] * 24 + [3] * 16, [1] * 64 + [2] * 12 + [0] * 4])
 
 
 @pytest.mark.parametrize("num_sink_tokens", [0, 3])
-@pytest.mark.parametrize("window", [5, 11, 17, 32])
+@pytest.mark.parametrize("window", [5, 17, 32])
 def test_a_step_is_cut_where_some_query_does_not_see_what_one_document_would_show_it(window, num_sink_tokens):
     spec, where = AttentionSpec(window, num_sink_tokens), coordinates(80, 80, q_segment_ids=ROWS)
-    cuts = np.asarray(packed_segments(KernelCall(spec, Tiles(16, 16)), where).cuts).reshape(2, 5)
-    in_window, expected = AttentionSpec(window), np.zeros((2, 5), bool)
-    packed, one = (np.asarray(dense_mask(in_window, c)) for c in (where, coordinates(80, 80)))
+    cuts = np.asarray(segments_of(KernelCall(spec, Tiles(16, 16)), where).cuts).reshape(2, 5)
+    in_window = AttentionSpec(window)
+    packed, one = (seen_pairs(in_window, c) for c in (where, coordinates(80, 80)))
     expected = (packed != one).any(axis=2).reshape(2, 5, 16).any(axis=2)
     # So many of its sink tokens lie outside a query's window.
     beside, beside_one = (
-        (np.asarray(dense_mask(spec, c)) & ~np.asarray(dense_mask(in_window, c))).sum(axis=2)
-        for c in (where, coordinates(80, 80))
+        (seen_pairs(spec, c) & ~seen_pairs(in_window, c)).sum(axis=2) for c in (where, coordinates(80, 80))
     )
     expected |= (beside != beside_one).reshape(2, 5, 16).any(axis=2)
     np.testing.assert_array_equal(cuts != Cut.NO, expected)
@@ -54,18 +55,19 @@ def shortest_documents(window: int) -> np.ndarray:
     return (np.arange(80) + np.arange(min(window, 7) + 1)[:, None]) // (window + 1) + 1
 
 
-@pytest.mark.parametrize(("window", "num_sink_tokens"), [(2, 1), (5, 3), (9, 8), (17, 16), (40, 9)])
+@pytest.mark.parametrize(("window", "num_sink_tokens"), [(2, 1), (9, 8), (40, 9)])
 def test_the_rows_of_sink_tokens_are_those_outside_the_window(window, num_sink_tokens):
     """Rows, limits and gathered keys together name the keys that the dense mask shows beside the window."""
     ids = np.concatenate([ROWS, shortest_documents(window)])
     spec, where = AttentionSpec(window, num_sink_tokens), coordinates(80, 80, q_segment_ids=ids)
     call = KernelCall(spec, Tiles(16, 16))
-    segments = packed_segments(call, where)
-    keys = jnp.broadcast_to(jnp.arange(80.0)[:, None], (len(ids), 1, 80, 8))
-    rows = np.asarray(gather_sinks(call, keys, segments))[:, 0, :, 0]  # which keys they are
+    segments = segments_of(call, where)
+    keys = np.broadcast_to(np.arange(80, dtype=np.float32)[:, None], (len(ids), 1, 80, 8))
+    rows = np.asarray(quick_jit(gather_sinks, static_argnums=0)(call, keys, segments))[
+        :, 0, :, 0
+    ]  # which keys they are
     rows = rows.reshape(len(ids), 5, -1)
-    inside = np.asarray(dense_mask(AttentionSpec(window), where))
-    beside = np.asarray(dense_mask(spec, where)) & ~inside
+    beside = seen_pairs(spec, where) & ~seen_pairs(AttentionSpec(window), where)
     limits = np.asarray(segments.queries)
     for b, q in itertools.product(range(len(ids)), range(80)):
         start, stop, distance = limits[b, 1:4, q]
@@ -109,15 +111,16 @@ def test_a_step_whose_sink_tokens_take_fewer_tiles_than_those_of_the_step_before
 def test_the_slots_of_a_document_follow_one_another():
     """So its gradients are added up in f32 before they are rounded once."""
     spec = AttentionSpec(5, 2)  # up to three documents a step
-    segments = packed_segments(KernelCall(spec, Tiles(16, 16)), coordinates(80, 80, q_segment_ids=ROWS))
+    segments = segments_of(KernelCall(spec, Tiles(16, 16)), coordinates(80, 80, q_segment_ids=ROWS))
     starts = np.asarray(segments.sinks).reshape(2, -1)
     assert (np.diff(starts, axis=1) >= 0).all()
     assert [sorted(set(row)) for row in starts.tolist()] == [[0, 40, 64], [0, 64]]
 
 
-# Of the first seeds, 11, 14, 23, 34 and 37 draw two documents in a step, 27 three, the others one.
+# Seeds 11 and 23 draw two documents in a step, 27 three, 0 one.
 @pytest.mark.parametrize(
-    "seed", [0, 11, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 4, 14, 23, 27, 34, 37))]
+    "seed",
+    [pytest.param(seed, marks=pytest.mark.slow if seed in (0, 11) else pytest.mark.long) for seed in (0, 11, 23, 27)],
 )
 def test_sink_tokens_of_documents_at_random_places(seed):
     """Kernels copy whole tiles that hold them, of one document a step or of two; a shorter window has them gathered."""
@@ -150,15 +153,20 @@ def test_many_blocks(sigmoid, bfloat16, alibi, packed):
 
 
 def test_keys_that_a_sigmoid_row_does_not_see_do_not_change_a_bit_of_it():
-    learned, _ = Call(AttentionSpec(21, activation="sigmoid"), dtype="bfloat16").draw()
-    spec = AttentionSpec(21, activation="sigmoid")
+    call = Call(AttentionSpec(21, activation="sigmoid"), dtype="bfloat16")
+    q, k, v = call.draw()[0].values()
 
-    def row(changed):
-        arrays = {name: x.at[:, changed].multiply(100) if name != "q" else x for name, x in learned.items()}
-        return np.asarray(attention(spec=spec, **arrays, implementation="tpu")[:, 30].astype(jnp.float32))
+    @quick_jit
+    def row(factor):
+        return attention(q, k * factor, v * factor, call.spec, implementation="tpu")[:, 30]
 
-    np.testing.assert_array_equal(row(np.arange(0)), row(np.r_[0:10, 31:50]))
-    assert not np.array_equal(row(np.arange(0)), row(np.arange(10, 11)))
+    def changed(tokens):
+        factor = np.ones((50, 1, 1), jnp.bfloat16)
+        factor[tokens] = 100
+        return np.asarray(row(factor))
+
+    np.testing.assert_array_equal(changed([]), changed(np.r_[0:10, 31:50]))
+    assert not np.array_equal(changed([]), changed(10))
 
 
 @pytest.mark.slow

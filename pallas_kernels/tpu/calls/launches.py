@@ -192,7 +192,7 @@ def routed_launches(call: Call, where: Coordinates, given: Given, in_ring: bool 
     forward, more = (attention_launches(one, where, given).forward for one in (window, rest))
     if together:
         forward, more = (Launch("branches_forward", outside),), ()
-    gathered = outside_backward_call(call)
+    gathered = dataclasses.replace(_outside(call, GATHERED_BLOCK), rotated_by=0)
     return RoutedLaunches(
         call,
         together,
@@ -268,11 +268,6 @@ def outside_backward(call: Call, length: int, given: Given) -> tuple[Call, bool]
     small = _outside(call, _LISTED_BACKWARD)
     listed = keys_at_once(small, length, given.head_dim, jnp.dtype(given.dtype).itemsize)[1]
     return (small if listed else _outside(call, _OUTSIDE_BLOCK)), listed
-
-
-def outside_backward_call(call: Call) -> Call:
-    """The call of the backward pass over the keys outside, on gathered rows."""
-    return dataclasses.replace(_outside(call, GATHERED_BLOCK), rotated_by=0)
 
 
 def _outside(call: Call, q_block: int) -> Call:

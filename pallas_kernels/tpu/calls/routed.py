@@ -225,11 +225,6 @@ def _run_backward(
     return gradients_of_all(ring, (x.k, x.v), x.where, of_part)
 
 
-def _gather(order: jax.Array, x: jax.Array) -> jax.Array:
-    """Rows of x [B, T, ..] by the indices of `order` [B, size]."""
-    return jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 2)), axis=1)
-
-
 def _coordinates_of_rows(
     call: Call, where: Coordinates, order, is_active, full: Cotangents
 ) -> tuple[Coordinates, Cotangents]:
@@ -250,7 +245,8 @@ def _coordinates_of_rows(
     numbers = [x for x in (full.lse, full.delta) if x is not None]
     columns += [lax.bitcast_convert_type(x, jnp.int32) for x in numbers]
     if columns:
-        found = _gather(order, jnp.concatenate(columns, axis=1).swapaxes(1, 2)).swapaxes(1, 2)
+        by_token = jnp.concatenate(columns, axis=1).swapaxes(1, 2)  # [B, T, columns]
+        found = jnp.take_along_axis(by_token, order.reshape(*order.shape, 1), axis=1).swapaxes(1, 2)
         first = found.shape[1] - sum(x.shape[1] for x in numbers)
         rows |= {name: found[:, i].astype(x.dtype) for i, (name, x) in enumerate(given.items())}
         found = lax.bitcast_convert_type(found[:, first:], jnp.float32)

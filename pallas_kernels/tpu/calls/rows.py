@@ -27,6 +27,7 @@ from pallas_kernels.tpu.tile.tiles import (
     LaunchHeads,
     Ref,
     dot,
+    largest_divisor,
     launch,
     shape_like,
     split,
@@ -112,8 +113,7 @@ def add_rows(call: Call, chosen: Chosen, dq: jax.Array, rows: jax.Array, tile: i
 def heads_a_step(num_heads: int, head_dim: int, dtype, arrays: int, tile: int, length: int) -> int:
     """The heads that there is room for, with so many arrays beside another."""
     rows = tile + math.gcd(length, _CHUNK)
-    most = max(_STEP_BYTES // (arrays * rows * max(head_dim, LANES) * jnp.dtype(dtype).itemsize), 1)
-    return max(n for n in range(1, num_heads + 1) if num_heads % n == 0 and n <= most)
+    return largest_divisor(num_heads, _STEP_BYTES // (arrays * rows * max(head_dim, LANES) * jnp.dtype(dtype).itemsize))
 
 
 def heads_abreast(heads: int, head_dim: int) -> int:

@@ -24,7 +24,7 @@ from pallas_kernels.math.parts import vary_alike
 from pallas_kernels.math.schedule import Visits, visited_in_decode
 from pallas_kernels.math.spec import AttentionSpec, Coordinates, PerHead
 from pallas_kernels.tpu.decode.decode_kernel import DecodeStatic, Form, decode_kernel, round_up, unpack
-from pallas_kernels.tpu.tile.tiles import LANES, VMEM_LIMIT_BYTES, Call, shape_like
+from pallas_kernels.tpu.tile.tiles import LANES, VMEM_LIMIT_BYTES, Call, largest_divisor, shape_like
 
 _MAX_HEADS = 8  # KV heads of a grid step
 
@@ -139,8 +139,7 @@ def choose_steps(
     """
     # The two cores of a v4 or v5p chip share the heads.
     cores = 2 if kind in ("TPU v4", "TPU v5", "TPU v5p") else 1
-    most = min(_MAX_HEADS, max(1, kv_heads // cores))
-    heads = max(n for n in range(1, most + 1) if kv_heads % n == 0)
+    heads = largest_divisor(kv_heads, min(_MAX_HEADS, kv_heads // cores))
     step_bytes = (4 if "7" in kind else 2) * 2**20  # long enough a read to hide everything else in a step
     if scattered or (spec.window is not None and entries < 2 * (spec.window + spec.num_sink_tokens)):
         # Some of the heads are elsewhere; or all of the cache will be seen, being hardly longer than the window.

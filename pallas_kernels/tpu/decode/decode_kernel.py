@@ -28,6 +28,7 @@ from pallas_kernels.tpu.tile.tiles import (
     addend_at,
     dot,
     form_logits,
+    sigmoid_values,
     sigmoid_weights,
     split,
     take,
@@ -302,10 +303,14 @@ class _DecodeBody:
         """
         at, form = self.rows(h), self.static.form
         value = self.refs.v_buffer[self.parity, h]
-        clean, exactly = value if seen is None else finite(value), not self.static.call.softmax
-        more = _weigh(form, weights, clean, exactly)
+        clean = value if seen is None else finite(value)
+        contract = NT if form.by_lanes else NN
+        if self.static.call.softmax:
+            more = dot(weights.astype(value.dtype), clean, contract)
+        else:
+            more = sigmoid_values(weights, clean, contract)
         if seen is not None:
-            more = jnp.where(sees_non_finite(seen, value, NT if form.by_lanes else NN), jnp.nan, more)
+            more = jnp.where(sees_non_finite(seen, value, contract), jnp.nan, more)
         self.refs.acc[at, :] = self.refs.decayed[at, :] + more
         return more
 
@@ -318,14 +323,3 @@ class _DecodeBody:
             sees_none = jnp.broadcast_to(top_ref[:, :1] <= 0.5 * MASKED, out.shape)
             out = jnp.where(sees_none, 0, out * (1 / total_ref[:, :1]))
         refs.out[...] = out.astype(refs.out.dtype)
-
-
-def _weigh(form: Form, weights: jax.Array, value: jax.Array, exactly: bool = False) -> jax.Array:
-    """weights [rows, block] times values."""
-    contract = NT if form.by_lanes else NN
-    high = weights.astype(value.dtype)
-    acc = dot(high, value, contract)
-    if not exactly or value.dtype == jnp.float32:
-        return acc
-    # Without a normaliser the rounding of many weights near 1 adds up: what it cut off is added.
-    return acc + dot((weights - high.astype(jnp.float32)).astype(value.dtype), value, contract)

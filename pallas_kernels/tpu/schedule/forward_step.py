@@ -52,7 +52,7 @@ class ForwardRefs(NamedTuple):
     v: Ref
     initial: list[Ref]  # out and lse over other keys
     head_bias: Ref  # [8, LANES]
-    q_info: Ref  # `Tokens` of the blocks
+    q_info: Ref  # `describe_tokens` of the blocks
     kv_info: Ref
     first_keys: Ref  # [1, q_block]: `RowDocuments.first_keys` (packed)
     cos: Ref  # [q_block, D], of queries that are to be rotated

@@ -467,7 +467,7 @@ def token_blocks(call: Call, schedule: PairSchedule, x: TpuOperands, located: Ca
         keys = located(
             (None, 8, schedule.keys_at_hand(call, x.k)), lambda b, visit: (by_key(b), 0, schedule.column(visit))
         )
-        blocks += [Blocked(tokens.queries, queries), Blocked(tokens.keys, keys)]
+        blocks += [Blocked(info, at) for info, at in zip(tokens, (queries, keys), strict=True)]
     if schedule.packed is not None:
         first = located((None, 1, tiles.q_block), lambda b, visit: (b, 0, visit.row))
         blocks.append(Blocked(schedule.packed.documents.first_keys, first))

@@ -17,6 +17,7 @@ every product, so that 128 rows of q, dout or k stream past a matrix unit that t
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -58,6 +59,7 @@ from pallas_kernels.tpu.tile.tiles import (
     head_at,
     launch,
     shape_like,
+    slope_and_bias,
     split,
     take,
     tile_mask,
@@ -252,7 +254,7 @@ class _BackwardRefs(NamedTuple):
     added: list[Ref]  # gradients of a block of keys and of its values, or none
     statistics: Ref  # [8, q_block]
     head_bias: Ref  # [8, LANES]
-    q_info: Ref  # `Tokens` of the blocks
+    q_info: Ref  # `describe_tokens` of the blocks
     kv_info: Ref
     first_keys: Ref  # [1, q_block]: `RowDocuments.first_keys` (packed)
     cos: Ref  # [q_block, D], of queries that are to be rotated
@@ -291,9 +293,7 @@ def _kernel(static: _BackwardStatic, order, *unnamed: Ref) -> None:
     indices = [pl.program_id(3 + i) for i in range(len(schedule.grid))]
     visit = schedule.in_row(schedule.visit(indices, scalars), pl.program_id(0), scalars)
     refs, member = _name_refs(static, rest), pl.program_id(2)
-    slope_and_bias = None
-    if refs.head_bias is not None:
-        slope_and_bias = refs.head_bias[0:1, 0:1], refs.head_bias[1:2, 0:1]
+    head_bias = slope_and_bias(refs.head_bias)
 
     @pl.when((member == 0) & functools.reduce(jnp.logical_and, [i == 0 for i in indices]))
     def _():
@@ -314,14 +314,13 @@ def _kernel(static: _BackwardStatic, order, *unnamed: Ref) -> None:
             k=here.k.at[keys, :], v=here.v.at[keys, :], dk_acc=here.dk_acc.at[held], dv_acc=here.dv_acc.at[held]
         )
         k_t, key_info = part.k[...].T, here.kv_info[:, keys].T if schedule.is_list else None
-        _Pair(call, part, visit.row, column, seen, slope_and_bias, k_t, key_info).run(mask_by_token)
+        _Pair(call, part, visit.row, column, seen, head_bias, mask_by_token, k_t, key_info).run()
 
     def attend_small(seen, row, column, crossed):
         assert schedule.packed is not None
         part = _small_refs(schedule, here, visit, row, column)
-        _Pair(schedule.packed.call, part, row, column, seen, slope_and_bias, part.k[...].T, None, crossed).run(
-            mask_by_token
-        )
+        k_t = part.k[...].T
+        _Pair(schedule.packed.call, part, row, column, seen, head_bias, mask_by_token, k_t, None, crossed).run()
 
     schedule.run(visit, scalars, attend, attend_small)
     pl.when(visit.last)(functools.partial(_write_queries, call, refs))
@@ -398,14 +397,14 @@ class _Pair:
     column: Any
     seen: Seen
     slope_and_bias: tuple[jax.Array, jax.Array] | None
+    mask_by_token: Callable  # of queries and keys, as `describe` has them, and the tile's shape
     k_t: jax.Array  # [D, kv_block]
     key_info: jax.Array | None  # [kv_block, 8], of a list
     crossed: bool = False  # the edge of a document may lie between queries and keys
 
-    def run(self, mask_by_token) -> None:
+    def run(self) -> None:
         """Adds the pair's share to the gradients."""
-        finish = functools.partial(self.finish, mask_by_token)
-        pipelined(_units(self.call, self.seen, self.crossed), self.products, finish, ahead=_AHEAD)
+        pipelined(_units(self.call, self.seen, self.crossed), self.products, self.finish, ahead=_AHEAD)
 
     def products(self, unit: _Unit) -> tuple[jax.Array, jax.Array]:
         return (
@@ -413,13 +412,12 @@ class _Pair:
             dot(self.refs.v[unit.keys, :], self.refs.dout[unit.queries, :], NT),
         )
 
-    def finish(self, mask_by_token, unit: _Unit, s: jax.Array, dw: jax.Array) -> None:
+    def finish(self, unit: _Unit, s: jax.Array, dw: jax.Array) -> None:
         """Adds a unit's share to the gradients, given its products."""
         call, refs, keys, queries = self.call, self.refs, unit.keys, unit.queries
         query, key = self.describe(keys, queries)
-        addend = functools.partial(addend_at, call, query, key, self.slope_and_bias)
-        s, derivative = form_logits(call, s, addend)
-        mask = self.mask(mask_by_token, unit, query, key, s.shape) if unit.masked else None
+        s, derivative = form_logits(call, s, functools.partial(addend_at, call, query, key, self.slope_and_bias))
+        mask = self.mask(unit, query, key, s.shape) if unit.masked else None
         lse, delta = (refs.statistics[i : i + 1, queries] if call.softmax else None for i in range(2))
         w, dlogits, ds = weights_and_slopes(call, s, derivative, dw, lse, delta, mask)
         clean = finite if unit.masked else lambda x: x
@@ -430,24 +428,20 @@ class _Pair:
         refs.dk_acc[:, keys] += dot(clean(refs.q_t[:, queries]), ds, NT)
         refs.dq_acc[:, queries] += dot(clean(self.k_t[:, keys]), ds, NN)  # [D, queries]
 
-    def mask(self, mask_by_token, unit: _Unit, query, key, shape: tuple[int, ...]) -> jax.Array:
+    def mask(self, unit: _Unit, query, key, shape: tuple[int, ...]) -> jax.Array:
         if self.seen == "tokens":
-            return mask_by_token(query, key, shape)
+            return self.mask_by_token(query, key, shape)
         mask, block = None, self.call.tiles.kv_block
         if self.crossed:
             first = self.refs.first_keys[:, unit.queries] - (self.column * block + unit.keys.start)
             mask = lax.broadcasted_iota(jnp.int32, shape, 0) >= first
-        if isinstance(self.seen, int) and self.is_cut(unit):
+        # Whether causality or the window hides some of its keys.
+        if isinstance(self.seen, int) and kind_of_tile(self.call, self.seen, unit.queries, unit.keys) is not Kind.FULL:
             relative = lax.broadcasted_iota(jnp.int32, shape, 1) - lax.broadcasted_iota(jnp.int32, shape, 0)
             cut = default_mask(self.call, self.seen, unit.queries, unit.keys, relative)
             mask = cut if mask is None else mask & cut
         assert mask is not None  # a pair that is seen throughout has no mask
         return mask
-
-    def is_cut(self, unit: _Unit) -> bool:
-        """Whether causality or the window hides keys of a unit of a pair that is seen in part."""
-        assert isinstance(self.seen, int)
-        return kind_of_tile(self.call, self.seen, unit.queries, unit.keys) is not Kind.FULL
 
     def describe(self, keys: slice, queries: slice) -> tuple[list[jax.Array], list[jax.Array]]:
         """The properties of the queries, as rows, and of the keys, as columns."""

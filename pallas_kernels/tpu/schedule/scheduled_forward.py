@@ -32,6 +32,7 @@ from pallas_kernels.tpu.tile.tiles import (
     head_at,
     launch,
     shape_like,
+    slope_and_bias,
     split,
 )
 
@@ -47,43 +48,15 @@ def scheduled_forward(
     initial: tuple[jax.Array, ...] = (),
     *,
     listed: bool = False,
+    branches: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Returns out [B, H, T, D] and, for softmax, lse [B, H, 1, T] f32 (base 2, -inf where nothing is seen).
 
     Args:
       initial: out and lse over other keys of the same queries; the results are then those over all keys together.
       listed: most blocks of queries see no key. They are left out, and the results are `initial`, changed in place.
+      branches: the call is over the keys outside; the results of the window come first, and those of all keys behind.
     """
-    return _forward(call, x, heads, previous, initial, listed=listed)
-
-
-def serves_branches(call: Call, where: Coordinates, head_dim: int, dtype) -> bool:
-    """Whether `branches_forward` can do the call: a window that it holds whole, and keys that VMEM does."""
-    window = call.spec.window
-    return (
-        window is not None
-        and window <= _MAX_BRANCH_WINDOW
-        and has_default_positions(call, where)
-        and fits_vmem(where.kv_order.shape[1], head_dim, dtype)
-    )
-
-
-def branches_forward(
-    call: Call, x: TpuOperands, heads: LaunchHeads
-) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """The results of the window and those of all keys (each as `scheduled_forward`'s), from one pass over the keys."""
-    results = _forward(dataclasses.replace(call, outside=True), x, heads, branches=True)
-    return results[: len(results) // 2], results[len(results) // 2 :]
-
-
-def fits_vmem(length: int, head_dim: int, dtype) -> bool:
-    """Whether VMEM holds all keys and values of a head, and those of the next one."""
-    return 4 * length * max(head_dim, LANES) * jnp.dtype(dtype).itemsize <= _RESIDENT_BYTES
-
-
-def _forward(
-    call: Call, x: TpuOperands, heads: LaunchHeads, previous=(), initial=(), *, branches=False, listed=False
-) -> tuple[jax.Array, ...]:
     batch, num_heads, q_length, head_dim = x.q.shape
     group, q_block = num_heads // x.k.shape[1], call.tiles.q_block
     side = heads_side_by_side(call, group) if listed else 1
@@ -131,6 +104,30 @@ def _forward(
     )
 
 
+def serves_branches(call: Call, where: Coordinates, head_dim: int, dtype) -> bool:
+    """Whether `branches_forward` can do the call: a window that it holds whole, and keys that VMEM does."""
+    window = call.spec.window
+    return (
+        window is not None
+        and window <= _MAX_BRANCH_WINDOW
+        and has_default_positions(call, where)
+        and fits_vmem(where.kv_order.shape[1], head_dim, dtype)
+    )
+
+
+def branches_forward(
+    call: Call, x: TpuOperands, heads: LaunchHeads
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """The results of the window and those of all keys (each as `scheduled_forward`'s), from one pass over the keys."""
+    results = scheduled_forward(dataclasses.replace(call, outside=True), x, heads, branches=True)
+    return results[: len(results) // 2], results[len(results) // 2 :]
+
+
+def fits_vmem(length: int, head_dim: int, dtype) -> bool:
+    """Whether VMEM holds all keys and values of a head, and those of the next one."""
+    return 4 * length * max(head_dim, LANES) * jnp.dtype(dtype).itemsize <= _RESIDENT_BYTES
+
+
 def _scratch(static: ForwardStatic, x: TpuOperands, num_rows: int) -> list[Any]:
     """In the order of `ForwardRefs` from `acc` on."""
     call, head_dim = static.call, x.q.shape[3]
@@ -171,10 +168,7 @@ def _kernel(static, order, *unnamed):
                 refs.rotated_q[rows, :] = rotate_tile(call, refs.q[rows, :], refs.cos[...], refs.sin[...])
 
         refs = refs._replace(q=refs.rotated_q)
-    slope_and_bias = None
-    if refs.head_bias is not None:
-        slope_and_bias = refs.head_bias[0:1, 0:1], refs.head_bias[1:2, 0:1]
-    step = ForwardStep(static, refs, visit, slope_and_bias)
+    step = ForwardStep(static, refs, visit, slope_and_bias(refs.head_bias))
     clean: Any = 0 if schedule.packed is None else schedule.packed.bounds(scalars, pl.program_id(0), visit.row).clean
     if static.branches:
         step.attend_window(clean)

@@ -155,14 +155,12 @@ class Blocked(NamedTuple):
     becomes: int | None = None  # of an input: the output written into it, block by block, each read before
 
 
-class Tokens(NamedTuple):
-    """`Coordinates` as the kernels read them: one row of numbers for each property, tokens along the lanes."""
+def describe_tokens(where: Coordinates) -> tuple[jax.Array, jax.Array]:
+    """Queries and keys as the kernels read them, a row of numbers for each property: [B or 1, 8, T or S] int32.
 
-    queries: jax.Array  # [B or 1, 8, T] int32: position, segment, full row
-    keys: jax.Array  # [B or 1, 8, S] int32: position, segment
+    The rows are position, segment and, of queries, whether the row is full.
+    """
 
-
-def describe_tokens(where: Coordinates) -> Tokens:
     def rows(*properties):
         first = properties[0]
         given = [jnp.zeros_like(first) if x is None else x.astype(jnp.int32) for x in properties]
@@ -170,7 +168,7 @@ def describe_tokens(where: Coordinates) -> Tokens:
         return jnp.stack(given + [jnp.zeros_like(given[0])] * (8 - len(given)), axis=1)
 
     q_pos, kv_pos = jnp.asarray(where.q_pos), jnp.asarray(where.kv_pos)
-    return Tokens(rows(q_pos, where.q_segment_ids, where.full_rows), rows(kv_pos, where.kv_segment_ids))
+    return rows(q_pos, where.q_segment_ids, where.full_rows), rows(kv_pos, where.kv_segment_ids)
 
 
 def by_head(head_bias: jax.Array) -> jax.Array:
@@ -178,8 +176,13 @@ def by_head(head_bias: jax.Array) -> jax.Array:
     return jnp.broadcast_to(jnp.pad(head_bias.T, [(0, 0), (0, 6)])[:, :, None], (head_bias.shape[1], 8, LANES))
 
 
+def slope_and_bias(head_bias: Ref):
+    """Of a head, [1, 1] each, from its tile of `by_head`; None where the call has neither."""
+    return None if head_bias is None else (head_bias[0:1, 0:1], head_bias[1:2, 0:1])
+
+
 def batch_index(b, info: jax.Array):
-    """The row of `Tokens` for a row of the batch."""
+    """The row of `describe_tokens` for a row of the batch."""
     return b if info.shape[0] > 1 else 0
 
 
@@ -187,7 +190,7 @@ def tile_mask(call: Call, has_segments: bool, has_full_rows: bool, query, key, s
     """`visible` on one tile.
 
     Args:
-      query, key: the properties of `Tokens` along axis 0 and 1 of the tile (or 1 and 0), each broadcastable to `shape`.
+      query, key: rows of `describe_tokens` along axis 0 and 1 of the tile (or 1 and 0), each broadcastable to `shape`.
     """
 
     def spread(x, wanted=True):  # Comparisons of whole tiles, as a boolean vector does not broadcast.
@@ -232,7 +235,7 @@ def addend_at(call: Call, query, key, by_head):
     """ALiBi and bias of a tile.
 
     Args:
-      query, key: the properties of `Tokens` along the axes of the tile; read only if the call has slopes.
+      query, key: rows of `describe_tokens` along the axes of the tile; read only if the call has slopes.
       by_head: slope and bias.
     """
     slope, bias = by_head
@@ -252,6 +255,11 @@ def dot(a: jax.Array, b: jax.Array, contract: tuple[tuple[int, ...], tuple[int, 
     return lax.dot_general(a, b, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
+def largest_divisor(n: int, most: int) -> int:
+    """The largest divisor of n that is at most `most`, and at least 1."""
+    return max(i for i in range(1, n + 1) if n % i == 0 and i <= max(most, 1))
+
+
 def to_row(column: jax.Array) -> jax.Array:
     """[n, 1], or [n, m] with m equal columns, -> [1, n]. A transpose of whole lanes is far cheaper than a reshape."""
     if column.shape[1] != LANES:
@@ -259,13 +267,13 @@ def to_row(column: jax.Array) -> jax.Array:
     return column.T[:1]
 
 
-def sigmoid_values(weights, value):
+def sigmoid_values(weights, value, contract=NN):
     """weights @ value. Without a normaliser the rounding of many weights near 1 adds up: what it cut off is added."""
     high = weights.astype(value.dtype)
-    acc = dot(high, value, NN)
+    acc = dot(high, value, contract)
     if value.dtype == jnp.float32:
         return acc
-    return acc + dot((weights - high.astype(jnp.float32)).astype(value.dtype), value, NN)
+    return acc + dot((weights - high.astype(jnp.float32)).astype(value.dtype), value, contract)
 
 
 def over_lanes(operator, tiles):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.math.schedule import Kind, bounds_of, kind_at
 from pallas_kernels.math.spec import Coordinates
-from pallas_kernels.tpu.tile.tiles import LANES, Call, window_of
+from pallas_kernels.tpu.tile.tiles import LANES, Call, largest_divisor, window_of
 
 
 class WindowTile(NamedTuple):
@@ -61,7 +61,7 @@ def heads_a_step(call: Call, group: int, head_dim: int, dtype: Any) -> int:
     A step costs a few hundred cycles whatever it does. Vector memory holds a few blocks of so many heads, twice.
     """
     room = 2 * 2**20 // (call.tiles.q_block * max(head_dim, LANES) * jnp.dtype(dtype).itemsize)
-    return max(n for n in range(1, group + 1) if group % n == 0 and n <= max(room, 1))
+    return largest_divisor(group, room)
 
 
 def sink_slots(call: Call, packed: bool) -> int:

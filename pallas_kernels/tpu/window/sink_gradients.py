@@ -12,7 +12,18 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu.tile.tiles import LANES, Blocked, Call, LaunchGrid, LaunchHeads, Ref, launch, shape_like, split
+from pallas_kernels.tpu.tile.tiles import (
+    LANES,
+    Blocked,
+    Call,
+    LaunchGrid,
+    LaunchHeads,
+    Ref,
+    largest_divisor,
+    launch,
+    shape_like,
+    split,
+)
 from pallas_kernels.tpu.window.geometry import Segments, sink_rows, sink_slots
 from pallas_kernels.tpu.window.packed_sinks import aligned_row, copied_rows
 
@@ -68,7 +79,7 @@ def sink_gradients_grid(call: Call, batch: int, kv_heads: int, head_dim: int, nu
 def heads_at_once(call: Call, kv_heads: int, head_dim: int) -> int:
     """Of the KV heads, those that a step of the grid serves: as many as take 2 MiB."""
     room = 2 * 2**20 // (4 * call.spec.num_sink_tokens * max(head_dim, LANES))
-    return max(n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n <= max(room, 1))
+    return largest_divisor(kv_heads, room)
 
 
 def _kernel(num_entries: int, _order: tuple[Ref, ...], starts: Ref, *refs: Ref) -> None:

@@ -19,7 +19,7 @@ from pallas_kernels.math.nonfinite import finite
 from pallas_kernels.math.schedule import Kind, bounds_of, kind_at
 from pallas_kernels.tpu.tile.gradients import pipelined, weights_and_slopes
 from pallas_kernels.tpu.tile.rotation import rotate_tile, rotate_tile_back
-from pallas_kernels.tpu.tile.tiles import NN, NT, Call, Ref, dot, form_logits, window_of
+from pallas_kernels.tpu.tile.tiles import NN, NT, Call, Ref, dot, form_logits, largest_divisor, window_of
 from pallas_kernels.tpu.window.geometry import blocks_back, sink_rows
 
 _UNIT = 256  # queries of a unit of work, as wide as the widest matrix unit
@@ -315,8 +315,7 @@ class WindowBackwardBody:
 
 def heads_in_one_piece(call: Call, members: int) -> int:
     """Of the heads of a step, how many its usual code has one behind another: the next begins where one ends."""
-    most = max(_MOST_UNITS // len(_units(call, blocks_back(call) + 1)), 1)
-    return max(n for n in range(1, members + 1) if members % n == 0 and n <= most)
+    return largest_divisor(members, _MOST_UNITS // len(_units(call, blocks_back(call) + 1)))
 
 
 def clear(ref: Ref, index) -> None:
