@@ -16,7 +16,7 @@ from flax import nnx
 from planted_server import Planted, in_bfloat16, serving, with_config, with_noise
 
 from swa_jax.checkpoint import check_server
-from swa_jax.checkpoint.canary import Size, plan_size, write_canary
+from swa_jax.checkpoint.canary import Size, choose_size, write_canary
 from swa_jax.checkpoint.folder import load_model, open_checkpoint, save_model
 from swa_jax.checkpoint.readings import readings_of
 from swa_jax.checkpoint.served_cache import Memory
@@ -299,7 +299,7 @@ QWEN3 = ModelConfig(
 def test_the_cost_of_a_canary_is_bounded(window, budget, expected):
     pattern = AttentionPattern.from_recipe("interleave-1-in-4", QWEN3, sliding_window=window)
     readings = readings_of(QWEN3, pattern, {})
-    assert plan_size(QWEN3, pattern, readings, budget) == expected
+    assert choose_size(QWEN3, pattern, readings, budget) == expected
     smallest = Size(2, 2, 2560, True)
     assert {"right", "padding"} <= {one.name for one in smallest.computed(readings)} < {one.name for one in readings}
 

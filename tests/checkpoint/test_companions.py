@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import models, processors
 
 from swa_jax.base.errors import ConfigError
-from swa_jax.checkpoint.hf_import import plan_import
+from swa_jax.checkpoint.hf_import import check_source
 
 GOLDEN = Path(__file__).parents[1] / "golden"  # of models with 131 embeddings
 
@@ -35,14 +35,14 @@ def change(folder: Path, name: str, **keys) -> None:
 def test_an_import_says_what_starts_a_text_and_what_ends_a_reply(source):
     change(source, "special_tokens_map.json", eos_token="</s>")
     change(source, "config.json", eos_token_id=[2, 3])
-    notes = plan_import(source).notes
+    notes = check_source(source).notes
     assert notes[0] == "texts begin with '<s>' (id 1); replies end with '</s>' (id 2) or '<turn>' (id 3)"
     assert notes[1] == (
         f"{source}/tokenizer.json has ids up to 131, the model embeddings for ids below 131 only: texts with the "
         "others cannot be read"
     )
     change(source, "generation_config.json", eos_token_id=[131, 2])  # what cannot be drawn ends nothing
-    assert plan_import(source).notes[0].endswith("replies end with '</s>' (id 2)")
+    assert check_source(source).notes[0].endswith("replies end with '</s>' (id 2)")
 
 
 def test_a_tokenizer_that_names_nothing(source):
@@ -50,7 +50,7 @@ def test_a_tokenizer_that_names_nothing(source):
     backend = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
     backend.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
     backend.save(str(source / "tokenizer.json"))
-    assert plan_import(source).notes[0] == "no token begins a text; no token ends a reply"
+    assert check_source(source).notes[0] == "no token begins a text; no token ends a reply"
 
 
 def test_a_tokenizer_whose_texts_cannot_begin(source):
@@ -58,4 +58,4 @@ def test_a_tokenizer_whose_texts_cannot_begin(source):
     backend.post_processor = processors.TemplateProcessing(single="<image> $A", special_tokens=[("<image>", 131)])
     backend.save(str(source / "tokenizer.json"))
     with pytest.raises(ConfigError, match="the tokenizer's '<image>' has the id 131, but the model has 131 embeddings"):
-        plan_import(source)
+        check_source(source)

@@ -30,13 +30,13 @@ def test_parts_make_the_same_folder(tmp_path, monkeypatch, case, nbytes):
 def test_a_part_is_whole_until_it_is_summed(tmp_path, monkeypatch):
     """Reading the next part goes on beside that."""
     monkeypatch.setattr(safetensors_files, "PART_BYTES", 3000)
-    check = hf_import.ImportPlan.check
+    check = hf_import.CheckedSource.check
 
-    def slowly(plan, name, part):
+    def slowly(source, name, part):
         time.sleep(0.002)
-        check(plan, name, part)
+        check(source, name, part)
 
-    monkeypatch.setattr(hf_import.ImportPlan, "check", slowly)
+    monkeypatch.setattr(hf_import.CheckedSource, "check", slowly)
     imported = import_model(GOLDEN / "qwen2-full", tmp_path / "model")
     opened = open_checkpoint(imported)  # compares the sums
     original = load_file(GOLDEN / "qwen2-full" / "model.safetensors")

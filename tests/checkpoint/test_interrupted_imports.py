@@ -221,7 +221,7 @@ def test_a_disk_that_is_full_in_the_end_is_one_sentence(source, destination, mon
 
     with monkeypatch.context() as patch:
         if fault == "write":
-            patch.setattr(hf_import.ImportPlan, "check", refuse)  # called beside the writing
+            patch.setattr(hf_import.CheckedSource, "check", refuse)  # called beside the writing
         else:
             patch.setattr(os, fault, refuse)
         with pytest.raises(OSError, match="No space") as caught:

@@ -71,7 +71,7 @@ def _rope_layers(hf: HfConfig, layers: list[str], config: ModelConfig) -> tuple[
 
 
 def to_hf(config: ModelConfig) -> HfKeys:
-    hf = cohere.to_hf(config) | {"mlp_layer_types": experts.written_mlp_types(config)}
+    hf = cohere.to_hf(config) | {"mlp_layer_types": list(config.mlp_kinds)}
     if config.norm_type == "rms":
         hf["rms_norm_eps"] = config.rms_norm_eps
     if config.num_experts:
@@ -93,8 +93,7 @@ def to_hf(config: ModelConfig) -> HfKeys:
 def window_keys(config: ModelConfig, pattern: AttentionPattern) -> HfKeys:
     """Dense layers have any type where all of them are rotated."""
     keys = window_keys_with_nope(config, pattern)
-    rotated = config.rope_layers or ("global",) * config.num_hidden_layers
-    forced = all(rotated[i] != "none" for i in config.dense_layers)
+    forced = all(config.rope_kinds_by_layer[i] != "none" for i in config.dense_layers)
     if forced:
         free = dict(enumerate(pattern.layer_types))
         keys["layer_types"] = [

@@ -22,7 +22,7 @@ def from_hf(hf: HfConfig) -> ModelConfig:
 
 
 def to_hf(config: ModelConfig) -> HfKeys:
-    hf = write_dense(config, mlp_layer_types=experts.written_mlp_types(config))
+    hf = write_dense(config, mlp_layer_types=list(config.mlp_kinds))
     if config.num_experts:
         hf |= experts.keys_beside_dense(config) | experts.shared_keys(config) | experts.group_keys(config)
         hf["routed_scaling_factor"] = config.expert_multiplier

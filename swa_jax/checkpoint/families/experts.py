@@ -70,10 +70,6 @@ def mlp_types(hf: HfConfig, dense: int = 0) -> list[str]:
     return types
 
 
-def written_mlp_types(config: ModelConfig) -> list[str]:
-    return ["sparse" if i in config.sparse_layers else "dense" for i in range(config.num_hidden_layers)]
-
-
 def with_mlp_types(fields: Mapping[str, Any], types: Sequence[str]) -> dict[str, Any]:
     """The fields with "dense" or "sparse" for each layer; a model whose layers are all dense has no experts."""
     if fields["num_experts"] == 0 or all(kind == "dense" for kind in types):

@@ -76,7 +76,7 @@ def positive_number(hf: HfConfig, key: str, by_default: float | None) -> float:
     value = hf.get(key, by_default)
     if not is_number(value) or value <= 0:
         raise ConfigError(f"config.json: {key} must be a number above 0, got {value!r}")
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def is_number(value: Any) -> bool:

@@ -59,8 +59,7 @@ def with_thetas(config: ModelConfig, thetas: Sequence[float] | None) -> ModelCon
 
 def to_hf(config: ModelConfig) -> HfKeys:
     thetas = {"global": config.rope_theta, "local": config.local_rope_theta, "none": 0}
-    kinds = config.rope_layers or ("global",) * config.num_hidden_layers
-    return granite.to_hf(config) | {"layer_rope_theta": [thetas[kind] for kind in kinds]}
+    return granite.to_hf(config) | {"layer_rope_theta": [thetas[kind] for kind in config.rope_kinds_by_layer]}
 
 
 read_windows = windows_of(one_full_in(4, first=True), DEFAULT_WINDOW)

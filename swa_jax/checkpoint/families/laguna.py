@@ -54,11 +54,8 @@ def from_hf(hf: HfConfig) -> ModelConfig:
         partial_rotary_factor=ropes[FULL]["partial_rotary_factor"],
         **experts.with_mlp_types(fields, experts.mlp_types(hf, 1)),
     )
-    heads = {
-        kind: {"partial_rotary_factor": ropes[kind]["partial_rotary_factor"]} | _heads(hf, types, kind)
-        for kind in (FULL, WINDOW)
-    }
-    return with_layer_kinds(config, types, ropes[WINDOW], heads[FULL], heads[WINDOW])
+    full, windowed = (_heads(hf, types, kind) for kind in (FULL, WINDOW))
+    return with_layer_kinds(config, types, ropes, full, windowed)
 
 
 def _heads(hf: HfConfig, types: Sequence[str], kind: str) -> dict[str, int]:
@@ -85,7 +82,7 @@ def to_hf(config: ModelConfig) -> HfKeys:
         config,
         "attention_bias",
         gating="per-head" if config.attention_gate == "head" else "per-element",
-        mlp_layer_types=experts.written_mlp_types(config),
+        mlp_layer_types=list(config.mlp_kinds),
         num_attention_heads_per_layer=list(config.query_heads),
     )
     if config.num_experts:

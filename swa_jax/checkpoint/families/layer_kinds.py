@@ -46,22 +46,22 @@ def ropes_by_type(
 def with_layer_kinds(
     config: ModelConfig,
     types: Sequence[str],
-    windowed_rope: Mapping[str, Any],
+    ropes: Mapping[str, Mapping[str, Any]],
     full: Mapping[str, Any],
     windowed: Mapping[str, Any],
 ) -> ModelConfig:
-    """The model, read with the RoPE of its full layers, with the fields of either kind of layer.
+    """The model, read with the RoPE of its full layers, with the fields and the RoPE of either kind of layer.
 
-    Raises:
-      ConfigError: the windowed layers scale their rotary embeddings, which no local RoPE does here.
+    Raises `ConfigError` as `read_local_theta`.
     """
-    own, share = {"rope_parameters": windowed_rope}, windowed_rope["partial_rotary_factor"]
-    theta = read_local_theta(own, 10000.0, config.max_position_embeddings, share)
+    shares = {kind: {"partial_rotary_factor": rope["partial_rotary_factor"]} for kind, rope in ropes.items()}
+    own, context = {"rope_parameters": ropes[WINDOW]}, config.max_position_embeddings
+    theta = read_local_theta(own, 10000.0, context, ropes[WINDOW]["partial_rotary_factor"])
     if WINDOW not in types:
-        return dataclasses.replace(config, **full)
-    fields = dict(windowed)
+        return dataclasses.replace(config, **full, **shares[FULL])
+    fields = {**windowed, **shares[WINDOW]}
     if FULL in types:
-        fields |= {_OF_FULL_LAYERS[name]: value for name, value in full.items()}
+        fields |= {_OF_FULL_LAYERS[name]: value for name, value in {**full, **shares[FULL]}.items()}
     return dataclasses.replace(config, rope_layers=rope_kinds_of(types), local_rope_theta=theta, **fields)
 
 

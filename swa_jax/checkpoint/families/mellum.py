@@ -39,7 +39,7 @@ def from_hf(hf: HfConfig) -> ModelConfig:
 
 def to_hf(config: ModelConfig) -> HfKeys:
     """Without the older spelling of RoPE: Hugging Face's class would take it for the one of all layers."""
-    own = write_dense(config, "attention_bias", mlp_layer_types=experts.written_mlp_types(config))
+    own = write_dense(config, "attention_bias", mlp_layer_types=list(config.mlp_kinds))
     sparse = experts.keys_beside_dense(config) if config.num_experts else {}
     return without_rope(own) | sparse | rope_keys_by_type(config)
 

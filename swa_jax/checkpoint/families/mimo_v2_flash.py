@@ -53,9 +53,7 @@ def from_hf(hf: HfConfig) -> ModelConfig:
         )
     full = {"num_key_value_heads": kv_heads, "sink_logits": False}
     windowed = {"num_key_value_heads": KV_HEADS * kv_heads, "sink_logits": True}
-    for kind, fields in ((FULL, full), (WINDOW, windowed)):
-        fields["partial_rotary_factor"] = ropes[kind]["partial_rotary_factor"]
-    return with_layer_kinds(config, types, ropes[WINDOW], full, windowed)
+    return with_layer_kinds(config, types, ropes, full, windowed)
 
 
 def to_hf(config: ModelConfig) -> HfKeys:
@@ -67,7 +65,7 @@ def to_hf(config: ModelConfig) -> HfKeys:
         "attention_bias",
         "v_head_dim",
         attention_value_scale=config.value_multiplier,
-        mlp_layer_types=experts.written_mlp_types(config),
+        mlp_layer_types=list(config.mlp_kinds),
     )
     if config.num_experts:
         hf |= experts.keys_beside_dense(config) | experts.group_keys(config)

@@ -33,8 +33,7 @@ def _ropes(hf: HfConfig, layers: int) -> list[str]:
 
 
 def to_hf(config: ModelConfig) -> HfKeys:
-    ropes = config.rope_layers or ("global",) * config.num_hidden_layers
-    no_rope_layers = [int(kind != "none") for kind in ropes]
+    no_rope_layers = [int(kind != "none") for kind in config.rope_kinds_by_layer]
     return write_dense(config, "attention_bias", "mlp_bias", no_rope_layers=no_rope_layers)
 
 

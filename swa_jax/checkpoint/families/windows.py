@@ -124,8 +124,7 @@ def window_keys_by_type(config: ModelConfig, pattern: AttentionPattern) -> HfKey
 def window_keys_with_nope(config: ModelConfig, pattern: AttentionPattern) -> HfKeys:
     """The keys of a pattern in families that rotate windowed layers only; what is full and rotated has a window that
     reaches over the whole context."""
-    rotated = config.rope_layers or ("global",) * config.num_hidden_layers
-    types = [FULL if kind == "none" else WINDOW for kind in rotated]
+    types = [FULL if kind == "none" else WINDOW for kind in config.rope_kinds_by_layer]
     return window_always(config, pattern) | {"layer_types": types}
 
 
