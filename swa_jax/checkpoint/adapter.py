@@ -19,7 +19,7 @@ from swa_jax.checkpoint.safetensors_files import DTYPES, Parts, TensorReader, re
 from swa_jax.checkpoint.tensor_names import joined_parts
 from swa_jax.model.pattern import AttentionPattern
 
-_UNSUPPORTED = [
+_UNSUPPORTED = (  # settings of adapters that are no plain LoRA
     "use_dora",
     "fan_in_fan_out",
     "lora_bias",
@@ -27,7 +27,7 @@ _UNSUPPORTED = [
     "use_bdlora",
     "layer_replication",
     "alora_invocation_tokens",
-]
+)
 _FACTOR = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
 
 
