@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from gguf.constants import GGMLQuantizationType
 from gguf_files import write_byte_level, write_gguf, write_sentencepiece
+from golden_models import GOLDEN
 
 from swa_jax.base.errors import sentence
 from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.data.tokenizer import load_tokenizer
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 BASES = {
     "llama3-rope": write_byte_level,
     "gemma3-hybrid": write_sentencepiece,

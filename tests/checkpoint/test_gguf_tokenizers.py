@@ -6,12 +6,11 @@ from pathlib import Path
 import gguf
 import pytest
 from gguf_files import write_byte_level, write_gguf, write_sentencepiece
+from golden_models import GOLDEN
 
 from swa_jax.base.errors import CheckpointError, ConfigError
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
-
-GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 @pytest.fixture
