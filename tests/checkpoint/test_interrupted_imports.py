@@ -40,20 +40,33 @@ def breaks(monkeypatch, after: int, error: BaseException) -> list[str]:
     return seen
 
 
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 @pytest.mark.parametrize(
-    ("after", "error"),
+    ("fault", "error"),
     [
-        (0, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
+        (0, FULL),
         (1, OSError(errno.EIO, "I/O error")),
         (7, MemoryError()),
         (7, SystemExit(1)),
+        ("fsync", FULL),
+        ("replace", FULL),
+        ("check", FULL),  # beside the writing
     ],
 )
-def test_a_failed_import_leaves_nothing(source, destination, monkeypatch, after, error):
+def test_a_failed_import_leaves_nothing(source, destination, monkeypatch, fault, error):
+    def refuse(*_):
+        raise error
+
     with monkeypatch.context() as patch:
-        breaks(patch, after, error)
-        with pytest.raises(type(error)):
+        if isinstance(fault, int):
+            breaks(patch, fault, error)
+        else:
+            patch.setattr(hf_import.CheckedSource if fault == "check" else os, fault, refuse)
+        with pytest.raises(type(error)) as caught:
             import_model(source, destination)
+    assert error is not FULL or "the disk is full" in str(sentence(caught.value))
     assert list(destination.parent.iterdir()) == []
     swa_jax.load_model(import_model(source, destination))
 
@@ -172,22 +185,19 @@ def test_an_import_that_is_done_is_not_done_again(source, destination, monkeypat
         import_model(source, destination)
 
 
-def test_two_imports_of_one_destination_do_not_meet(source, destination):
-    partial = destination.with_name("checkpoint.partial")
-    with files.new_folder(destination, "the first"):
-        (partial / "weights").mkdir()
-        with pytest.raises(CheckpointError, match=r"another process is writing .*checkpoint\.partial"):
-            import_model(source, destination)
-        assert (partial / "weights").is_dir()
-
-
-def test_a_folder_of_somebody_else_is_not_cleared_away(source, destination):
+def test_what_others_have_in_the_way_is_left_alone(source, destination):
     partial = destination.with_name("checkpoint.partial")
     partial.mkdir(parents=True)
     (partial / "thesis.tex").write_text("mine")
     with pytest.raises(CheckpointError, match=r"checkpoint.partial is in the way"):
         import_model(source, destination)
     assert (partial / "thesis.tex").read_text() == "mine"
+    shutil.rmtree(partial)
+    with files.new_folder(destination, "the first"):
+        (partial / "weights").mkdir()
+        with pytest.raises(CheckpointError, match=r"another process is writing .*checkpoint\.partial"):
+            import_model(source, destination)
+        assert (partial / "weights").is_dir()
 
 
 # ---- the disk ----
@@ -202,25 +212,6 @@ def test_a_disk_without_room_is_found_before_anything_is_written(source, destina
     assert not destination.parent.exists()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=size))
     import_model(source, destination)
-
-
-@pytest.mark.parametrize("fault", ["fsync", "replace", "write"])
-def test_a_disk_that_is_full_in_the_end_is_one_sentence(source, destination, monkeypatch, fault):
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def refuse(*_):
-        raise full
-
-    with monkeypatch.context() as patch:
-        if fault == "write":
-            patch.setattr(hf_import.CheckedSource, "check", refuse)  # called beside the writing
-        else:
-            patch.setattr(os, fault, refuse)
-        with pytest.raises(OSError, match="No space") as caught:
-            import_model(source, destination)
-    assert "the disk is full" in str(sentence(caught.value))
-    assert list(destination.parent.iterdir()) == []
-    swa_jax.load_model(import_model(source, destination))
 
 
 # ---- values ----

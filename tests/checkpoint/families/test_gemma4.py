@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from golden_models import hf_of
 
-from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.families import apply_pattern, hf_config, hf_pattern, model_config
 from swa_jax.checkpoint.families.text_part import text_config
 from swa_jax.checkpoint.tensor_names import hf_tensors, is_left_out
@@ -93,29 +92,3 @@ def test_other_patterns_stay_in_pattern_json():
     assert hf_pattern(written) == AttentionPattern((FULL,) * 7)
     assert "cannot express this pattern" in notice
     assert model_config(written) == model_config(SMALL)
-
-
-@pytest.mark.parametrize(
-    ("keys", "sentence"),
-    [
-        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all' is not supported"),
-        ({"enable_moe_block": "yes"}, "enable_moe_block must be true or false, got 'yes'"),
-        ({"enable_moe_block": True}, "num_experts is missing; enable_moe_block needs it"),
-        ({"num_kv_shared_layers": 8}, r"num_kv_shared_layers must be from 0 to num_hidden_layers \(7\), got 8"),
-        ({"num_kv_shared_layers": 6}, "num_kv_shared_layers is 6, but none of the other layers has .* 'global'"),
-        ({"num_kv_shared_layers": "2"}, "num_kv_shared_layers' must be int, got '2'"),
-        ({"vocab_size_per_layer_input": -1}, "vocab_size_per_layer_input must be above 0"),
-        ({"per_layer_config": {"2": {"head_dim": 24}}}, "per_layer_config must have one entry for every layer of full"),
-        ({"per_layer_config": []}, "per_layer_config must have one entry"),
-        ({"per_layer_config": {"2": 5, "4": 5, "6": 5}}, "per_layer_config must have one entry"),
-        ({"per_layer_config": {n: {"head_dim": 0} for n in "246"}}, "head_dim of full layers must be .* got 0"),
-        ({"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters must have those of full_attention and of"),
-        (
-            {"rope_parameters": {WINDOW: {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}},
-            "rope_parameters.sliding_attention.rope_type 'linear' is not supported",
-        ),
-    ],
-)
-def test_what_is_refused(keys, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        model_config(SMALL | keys)
