@@ -10,22 +10,82 @@ from swa_jax.model.config import RopeScaling
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
+YARN = RopeScaling("yarn", 32.0, 4096, truncate=False)
+COHERE2 = {"num_hidden_layers": 4, "prefix_dense_intermediate_size": 52}
+KINDS = {"layer_types": [WINDOW, FULL, WINDOW], "rope_parameters": ROPES}
+# What becomes of keys that the goldens have otherwise.
+READ = [
+    ("qwen3_moe", {"decoder_sparse_step": 2}, {"mlp_layer_types": ("dense", "sparse", "dense"), "num_experts": 4}),
+    ("qwen3_moe", {"mlp_only_layers": [0]}, {"sparse_layers": (1, 2), "norm_topk_prob": False}),
+    ("qwen3_moe", {"num_experts": 0}, {"num_experts": 0, "moe_intermediate_size": 0, "mlp_layer_types": ()}),
+    ("gpt_oss", {}, {"rope_scaling": YARN}),
+    ("gpt_oss", {"rope_parameters": {"rope_type": "default"}}, {"rope_scaling": None}),
+    (
+        "afmoe",
+        {"num_shared_experts": 3, "route_scale": 2.5, "mup_enabled": True},
+        {"expert_multiplier": 2.5, "shared_expert_intermediate_size": 48, "embedding_multiplier": 24**0.5},
+    ),
+    ("afmoe", {"num_dense_layers": 3}, {"num_experts": 0, "shared_expert_intermediate_size": 0}),
+    ("afmoe", {"global_attn_every_n_layers": 2}, {"rope_layers": ("global", "none", "global")}),
+    (
+        "exaone_moe",
+        {"num_hidden_layers": 5, "n_group": 2, "topk_group": 2, "layer_types": None, "first_k_dense_replace": 2},
+        {"sparse_layers": (2, 3, 4), "expert_groups": 2, "rope_layers": ("global",) * 3 + ("none", "global")},
+    ),
+    ("exaone_moe", {"sliding_window": None}, {"rope_layers": (), "expert_multiplier": 2.5}),
+    (
+        "cohere2_moe",
+        COHERE2 | {"first_k_dense_replace": 1, "sliding_window_pattern": 2},
+        {"dense_layers": (0,), "rope_layers": ("global", "global", "none", "global"), "norm_type": "layer"}
+        | {"intermediate_size": 52, "moe_intermediate_size": 32, "mixture_multiplier": 1.0, "norm_topk_prob": True},
+    ),
+    (
+        "cohere2_moe",
+        COHERE2
+        | {"num_shared_experts": 2, "expert_selection_fn": "sigmoid", "norm_topk_prob": False, "rms_norm_eps": 1e-6},
+        {"norm_type": "rms", "rms_norm_eps": 1e-6, "mixture_multiplier": 0.5, "router_scores": "sigmoid"}
+        | {"shared_expert_intermediate_size": 64, "norm_topk_prob": False},
+    ),
+    (
+        "laguna",
+        KINDS | {"num_attention_heads_per_layer": [6, 4, 6]},
+        {"query_heads": (6, 4, 6), "partial_rotary_factor": 1.0, "global_partial_rotary_factor": 0.5},
+    ),
+    (
+        "laguna",
+        {"gating": "per-element", "moe_router_logit_softcapping": 2.0},
+        {"query_heads": (4, 4, 4), "rope_layers": (), "partial_rotary_factor": 0.5}
+        | {"attention_gate": "channel", "router_logit_softcap": 2.0},
+    ),
+    ("laguna", KINDS | {"layer_types": [WINDOW] * 3}, {"rope_layers": ("local",) * 3, "partial_rotary_factor": 1.0}),
+    (
+        "mimo_v2_flash",
+        {},
+        {"head_shapes": ((2, 192), (4, 192), (4, 192)), "v_head_dim": 128, "value_multiplier": 0.707}
+        | {"sink_logits": True, "global_sink_logits": False, "rotary_dim": 64, "global_partial_rotary_factor": 0.334},
+    ),
+    (
+        "mimo_v2_flash",
+        {"layer_types": [FULL] * 3, "attention_value_scale": None},
+        {"head_shapes": ((2, 192),) * 3, "sink_logits": False, "value_multiplier": 1.0},
+    ),
+    (
+        "granitemoe_swa",
+        {"shared_intermediate_size": 20, "layer_rope_theta": [1e4, 0, 500.0]},
+        {"shared_expert_intermediate_size": 20, "rope_layers": ("global", "none", "local"), "local_rope_theta": 500.0},
+    ),
+]
 
-def test_which_layers_of_qwen3_moe_have_experts():
-    config = config_of("qwen3_moe", **SPARSE, decoder_sparse_step=2)
-    assert (config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size) == (4, 2, 16)
-    assert (config.mlp_layer_types, config.norm_topk_prob) == (("dense", "sparse", "dense"), False)
-    assert config_of("qwen3_moe", **SPARSE, mlp_only_layers=[0]).sparse_layers == (1, 2)
-    dense = config_of("qwen3_moe", **SPARSE | {"num_experts": 0})
-    assert (dense.num_experts, dense.moe_intermediate_size, dense.mlp_layer_types) == (0, 0, ())
+
+@pytest.mark.parametrize(("family", "keys", "fields"), READ)
+def test_what_becomes_of_keys(family, keys, fields):
+    config = config_of(family, **SPARSE | keys)
+    assert {name: getattr(config, name) for name in fields} == fields
 
 
-def test_gpt_oss_scales_its_rope_unless_config_json_says_how():
-    config = config_of("gpt_oss", num_key_value_heads=2)
-    assert config.rope_scaling == RopeScaling("yarn", 32.0, 4096, truncate=False)
-    assert config_of("gpt_oss", num_key_value_heads=2, rope_parameters={"rope_type": "default"}).rope_scaling is None
-    pattern = hf_pattern({"model_type": "gpt_oss", **SIZES})
-    assert (pattern.layer_types, pattern.sliding_window) == ((WINDOW, FULL, WINDOW), 128)
+def test_the_window_of_mimo_may_not_count_its_own_key():
+    sizes = {"sliding_window": 128, "sliding_window_size": 128}
+    assert hf_pattern({"model_type": "mimo_v2_flash", **SIZES, **sizes}).sliding_window == 129
 
 
 def test_qwen3_with_experts_and_some_windows_becomes_mellum():
@@ -47,85 +107,6 @@ def test_what_no_other_family_can_say_of_experts():
     hf, notice = apply_pattern(hf_config(config), AttentionPattern((WINDOW, FULL, WINDOW), 5))
     assert (hf["model_type"], hf_pattern(hf).layer_types) == ("mixtral", (FULL,) * 3)
     assert "cannot express this pattern" in notice
-
-
-def test_afmoe_routes_by_sigmoids_and_gates_attention():
-    config = config_of("afmoe", **SPARSE, num_shared_experts=3, route_scale=2.5, mup_enabled=True)
-    assert (config.mlp_layer_types, config.head_dim) == (("dense", "sparse", "sparse"), 128)
-    assert (config.router_scores, config.router_choice_bias, config.norm_topk_prob) == ("sigmoid", True, True)
-    assert (config.expert_multiplier, config.shared_expert_intermediate_size) == (2.5, 48)
-    assert (config.attention_gate, config.embedding_multiplier) == ("channel", 24**0.5)
-    assert config.rope_layers == ()
-    types = hf_pattern({"model_type": "afmoe", **SIZES, "global_attn_every_n_layers": 2})
-    assert (types.layer_types, types.sliding_window) == ((WINDOW, FULL, WINDOW), 1024)
-    assert config_of("afmoe", **SPARSE, global_attn_every_n_layers=2).rope_layers[1] == "none"
-    dense = config_of("afmoe", **SPARSE, num_dense_layers=3)
-    assert (dense.num_experts, dense.shared_expert_intermediate_size) == (0, 0)
-
-
-def test_exaone_moe_takes_experts_of_the_best_groups():
-    keys = {"num_hidden_layers": 5, "n_group": 2, "topk_group": 2, "layer_types": None}
-    config = config_of("exaone_moe", **SPARSE | keys, first_k_dense_replace=2)
-    assert config.sparse_layers == (2, 3, 4)
-    assert (config.expert_groups, config.expert_groups_per_tok, config.expert_multiplier) == (2, 2, 2.5)
-    assert config.rope_layers == ("global",) * 3 + ("none", "global")
-    assert config_of("exaone_moe", **SPARSE, sliding_window=None).rope_layers == ()
-    assert config.norm_placement == "pre"
-
-
-def test_cohere2_moe_turns_its_dense_layers():
-    keys = {"num_experts": 4, "num_hidden_layers": 4, "prefix_dense_intermediate_size": 52}
-    config = config_of("cohere2_moe", **keys, first_k_dense_replace=1, sliding_window_pattern=2)
-    assert config.dense_layers == (0,)
-    assert config.rope_layers == ("global", "global", "none", "global")
-    assert (config.intermediate_size, config.moe_intermediate_size) == (52, 32)
-    assert (config.norm_type, config.mixture_multiplier, config.norm_topk_prob) == ("layer", 1.0, True)
-    shared = {"num_shared_experts": 2, "expert_selection_fn": "sigmoid", "norm_topk_prob": False}
-    config = config_of("cohere2_moe", **keys, **shared, rms_norm_eps=1e-6)
-    assert (config.norm_type, config.rms_norm_eps, config.mixture_multiplier) == ("rms", 1e-6, 0.5)
-    assert (config.shared_expert_intermediate_size, config.router_scores) == (64, "sigmoid")
-    assert config.norm_topk_prob is False
-
-
-def test_laguna_has_other_heads_in_full_layers():
-    kinds = {"layer_types": [WINDOW, FULL, WINDOW], "rope_parameters": ROPES}
-    config = config_of("laguna", **SPARSE, **kinds, num_attention_heads_per_layer=[6, 4, 6])
-    assert config.query_heads == (6, 4, 6)
-    assert (config.partial_rotary_factor, config.global_partial_rotary_factor) == (1.0, 0.5)
-    assert (config.rope_theta, config.local_rope_theta) == (7e5, 90.0)
-    assert (config.attention_gate, config.attention_gate_act) == ("head", "softplus")
-    assert (config.shared_expert_intermediate_size, config.router_logit_softcap) == (512, None)
-    assert config.mlp_layer_types == ("dense", "sparse", "sparse")
-    plain = config_of("laguna", **SPARSE, gating="per-element", moe_router_logit_softcapping=2.0)
-    assert (plain.query_heads, plain.rope_layers, plain.partial_rotary_factor) == ((4, 4, 4), (), 0.5)
-    assert (plain.attention_gate, plain.router_logit_softcap) == ("channel", 2.0)
-    assert hf_pattern({"model_type": "laguna", **SIZES}).layer_types == (FULL, FULL, FULL)
-    windows = config_of("laguna", **SPARSE, **kinds | {"layer_types": [WINDOW] * 3})
-    assert (windows.rope_layers, windows.partial_rotary_factor) == (("local",) * 3, 1.0)
-
-
-def test_mimo_has_twice_the_kv_heads_in_windowed_layers():
-    hf = {"num_key_value_heads": 2, "n_routed_experts": 4, "num_experts_per_tok": 2}
-    config = config_of("mimo_v2_flash", **hf)
-    assert config.head_shapes == ((2, 192), (4, 192), (4, 192))
-    assert (config.rope_layers, config.v_head_dim) == (("global", "local", "local"), 128)
-    assert (config.sink_logits, config.global_sink_logits, config.value_multiplier) == (True, False, 0.707)
-    assert (config.rotary_dim, config.global_partial_rotary_factor) == (64, 0.334)
-    assert (config.rope_theta, config.local_rope_theta) == (5e6, 1e4)
-    assert hf_pattern({"model_type": "mimo_v2_flash", **SIZES, **hf}).sliding_window == 129
-    sized = {"model_type": "mimo_v2_flash", **SIZES, **hf, "sliding_window": 128, "sliding_window_size": 128}
-    assert hf_pattern(sized).sliding_window == 129
-    full = config_of("mimo_v2_flash", **hf, layer_types=[FULL] * 3, attention_value_scale=None)
-    assert (full.head_shapes[0], full.sink_logits, full.value_multiplier) == ((2, 192), False, 1.0)
-
-
-def test_granite_moe_swa_has_experts_everywhere_and_perhaps_a_shared_one():
-    config = config_of("granitemoe_swa", shared_intermediate_size=20, layer_rope_theta=[1e4, 0, 500.0])
-    assert (config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size) == (8, 2, 32)
-    assert (config.shared_expert_intermediate_size, config.norm_topk_prob, config.sink_logits) == (20, True, True)
-    assert (config.rope_layers, config.local_rope_theta) == (("global", "none", "local"), 500.0)
-    pattern = hf_pattern({"model_type": "granitemoe_swa", **SIZES})
-    assert (pattern.layer_types, pattern.sliding_window) == ((FULL, WINDOW, WINDOW), 128)
 
 
 NEW = {

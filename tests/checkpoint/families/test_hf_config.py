@@ -168,7 +168,7 @@ def test_longrope_in_every_spelling():
     assert hf_config(config_of("phi3").with_yarn(2.0))["model_type"] == "swat"
 
 
-def test_part_of_the_channels_is_turned():
+def test_part_of_the_channels_is_rotated():
     config = config_of("phi3", head_dim=16, partial_rotary_factor=0.75)
     assert (config.partial_rotary_factor, config.rotary_dim) == (0.75, 12)
     hf = json.loads(json.dumps(hf_config(config)))
