@@ -134,28 +134,6 @@ def test_damaged_checkpoints_are_refused(source, tmp_path, changes, sentence):
     assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
 
 
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq' is not supported; supported: fp8 with"),
-        ({"quant_method": "awq", "bits": 4}, "quant_method 'awq'"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method 'bitsandbytes'"),
-        ({"quant_method": "compressed-tensors"}, "quant_method 'compressed-tensors'"),
-        ({"quant_method": "mxfp4"}, "quant_method 'mxfp4' is not supported; supported: .* mxfp4 in gpt_oss"),
-        ({"group_size": 64, "bits": 4}, "quantization_config without a quant_method"),
-        ({"quant_method": "fp8", "weight_block_size": None}, "'fp8' without weight_block_size"),
-        (SETTINGS | {"fmt": "e5m2"}, "'fp8' with fmt 'e5m2'"),
-        (SETTINGS | {"weight_block_size": [128]}, r"weight_block_size must be two whole numbers .*got \[128\]"),
-        (SETTINGS | {"weight_block_size": [128, 0]}, "weight_block_size must be two whole numbers"),
-        (SETTINGS | {"weight_block_size": [True, 2.0]}, "weight_block_size must be two whole numbers"),
-        ("fp8", "quantization_config must be a mapping, got 'fp8'"),
-    ],
-)
-def test_other_ways_of_quantising_are_refused_by_name(settings, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        model_config(hf_of("qwen3-full") | {"quantization_config": settings})
-
-
 def test_weights_that_modelopt_quantised_are_refused(source, tmp_path):
     """Their config.json may say nothing of it; a file beside it does."""
     folder = source(quantization_config=None)

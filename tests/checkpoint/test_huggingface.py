@@ -37,18 +37,15 @@ def assert_refused(source: Path | str, destination: Path, sentence: str, **optio
 # ---- import: refusals, each before anything is written ----
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
+QKV, EPS = "model.layers.1.self_attn.qkv_proj.weight", "model.layers.2.mlp.act_fn.eps"
+REFUSED = {
+    "qwen2-full": [
         (
             {"model.layers.1.self_attn.q_proj.weigth": np.zeros(3, np.float32)},
             "model.safetensors holds tensor 'model.layers.1.self_attn.q_proj.weigth', which a qwen2 model .*"
             f"did you mean '{Q_WEIGHT}'",
         ),
-        (
-            {"zzz": np.zeros(3, np.float32)},
-            "holds tensor 'zzz', which a qwen2 model with this config.json does not have$",
-        ),
+        ({"zzz": np.zeros(3, np.float32)}, "'zzz', which a qwen2 model with this config.json does not have$"),
         ({Q_WEIGHT: None}, f"the weights lack tensor '{Q_WEIGHT}'; config.json asks for 50 tensors in 4 layers"),
         ({Q_WEIGHT: None, "model.norm.weight": None}, f"lack tensor '{Q_WEIGHT}' and 1 more"),
         ({"model.embed_tokens.weight": None}, "lack tensor 'model.embed_tokens.weight'"),
@@ -64,14 +61,27 @@ def assert_refused(source: Path | str, destination: Path, sentence: str, **optio
         ),
         (
             {"model.layers.0.self_attn.router.proj.weight": np.zeros((1, 36), np.float32)},
-            "lack tensor 'model.layers.0.self_attn.router.proj.bias' and 6 more|"
-            "lack tensor 'model.layers.1.self_attn.router.proj.weight' and 6 more",
+            r"lack tensor 'model.layers.\d.self_attn.router.proj.\w+' and 6 more",
         ),
     ],
+    "phi3-full": [  # joined tensors are named as they are stored
+        ({QKV: np.zeros((59, 36), np.float32)}, r"has shape \[59, 36\], config.json asks for \[60, 36\]"),
+        ({QKV: None}, "the weights lack tensor '.*qkv"),
+    ],
+    "apertus-full": [  # numbers that the decoder knows
+        ({EPS: np.asarray(-1e-5, np.float32)}, f"'{EPS}' in model.safetensors is -1e-05; supported: -1e-06, as in all"),
+        ({EPS: np.full(1, -1e-6, np.float32)}, r"act_fn.eps' .* has shape \[1\], config.json asks for \[\]"),
+        ({EPS: np.asarray(-1, np.int32)}, "act_fn.eps' in model.safetensors has dtype I32"),
+        ({EPS: None}, f"the weights lack tensor '{EPS}'"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "sentence"), [(model, *row) for model, rows in REFUSED.items() for row in rows]
 )
-def test_tensors_that_do_not_fit_are_refused(source, destination, changes, sentence):
-    write_folder(source, HF, TENSORS | changes)
-    assert_refused(source, destination, sentence)
+def test_tensors_that_do_not_fit_are_refused(tmp_path, destination, model, changes, sentence):
+    assert_refused(write_folder(tmp_path / "source", hf_of(model), tensors_of(model) | changes), destination, sentence)
 
 
 def test_configurations_and_patterns_that_do_not_fit_are_refused(source, destination):
@@ -180,7 +190,8 @@ def test_half_precision_weights_stay_as_they_are(source, destination, dtype):
 # ---- export ----
 
 
-FAST = ("qwen3-full", "cohere2-hybrid", "phi3-window", "qwen3-moe-window", "gpt-oss-hybrid", "granitemoe-swa-hybrid")
+FAST = {"qwen3-full", "cohere2-hybrid", "phi3-window", "apertus-full"}
+FAST |= {"qwen3-moe-window", "gpt-oss-hybrid", "granitemoe-swa-hybrid"}
 
 
 @pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in MODELS])

@@ -6,11 +6,10 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from golden_models import GOLDEN, hf_of, tensors_of, write_folder
+from golden_models import GOLDEN
 from safetensors.numpy import load_file
 
 import swa_jax
-from swa_jax.base.errors import CheckpointError
 from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.peft import save_adapter
@@ -40,18 +39,6 @@ def test_a_pattern_that_the_family_cannot_say_goes_out_apart(tmp_path, caplog):
     first = swa_jax.load_model(checkpoint)
     assert again.pattern.layer_types == pattern.layer_types
     jax.tree.map(np.testing.assert_array_equal, nnx.state(again), nnx.state(first))
-
-
-@pytest.mark.parametrize(
-    ("shape", "sentence"),
-    [((59, 36), r"has shape \[59, 36\], config.json asks for \[60, 36\]"), (None, "the weights lack tensor '.*qkv")],
-)
-def test_joined_tensors_are_named_as_they_are_stored(tmp_path, shape, sentence):
-    tensor = None if shape is None else np.zeros(shape, np.float32)
-    tensors = tensors_of("phi3-full") | {QKV.format(1): tensor}
-    source = write_folder(tmp_path / "source", hf_of("phi3-full"), tensors)
-    with pytest.raises(CheckpointError, match=sentence):
-        import_model(source, tmp_path / "checkpoint")
 
 
 def rows_of(module, layers):

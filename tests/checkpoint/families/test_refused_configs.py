@@ -100,6 +100,20 @@ LLAMA = [
     ({"num_attention_heads": 5}, r"hidden_size \(24\) is not a multiple of num_attention_heads \(5\)"),
     ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) must be a multiple of num_key_value_heads"),
 ]
+FP8 = {"quant_method": "fp8", "weight_block_size": [16, 8]}
+LLAMA += [
+    ({"quantization_config": settings}, sentence)
+    for settings, sentence in (
+        ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq' is not supported; supported: fp8 with"),
+        ({"quant_method": "mxfp4"}, "quant_method 'mxfp4' is not supported; supported: .* mxfp4 in gpt_oss"),
+        ({"quant_method": "fp8"}, "'fp8' without weight_block_size"),
+        (FP8 | {"fmt": "e5m2"}, "'fp8' with fmt 'e5m2'"),
+        (FP8 | {"weight_block_size": [128]}, r"weight_block_size must be two whole numbers .*got \[128\]"),
+        (FP8 | {"weight_block_size": [128, 0]}, "weight_block_size must be two whole numbers"),
+        (FP8 | {"weight_block_size": [True, 2.0]}, "weight_block_size must be two whole numbers"),
+        ("fp8", "quantization_config must be a mapping, got 'fp8'"),
+    )
+]
 QWEN3_MOE = [
     ({"num_experts": "4"}, "num_experts must be a whole number, got '4'"),
     ({"num_experts": None, "num_local_experts": 2.5}, "num_local_experts must be a whole number, got 2.5"),
@@ -108,7 +122,6 @@ QWEN3_MOE = [
     ({"moe_intermediate_size": -1}, "moe_intermediate_size must be a whole number, got -1"),
     ({"decoder_sparse_step": 0}, "decoder_sparse_step must be a whole number above 0, got 0"),
     ({"mlp_only_layers": 3}, "mlp_only_layers must be a list of layers, got 3"),
-    ({"quantization_config": {"quant_method": "mxfp4"}}, "quant_method 'mxfp4' is not supported"),
     ({"num_hidden_layers": "3"}, "'config.json.num_hidden_layers' must be int, got '3'"),
     ({"num_experts": 10**8}, r"num_experts .* in .* layers: more than 1000000 in all"),
 ]
