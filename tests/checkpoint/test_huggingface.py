@@ -224,6 +224,17 @@ def test_export_in_shards(tmp_path, monkeypatch):
     swa_jax.load_model(import_model(exported, tmp_path / "again"))
 
 
+def test_a_pattern_that_the_family_cannot_say_goes_out_apart(tmp_path, caplog):
+    """Phi-3 knows one window for all layers. Ministral computes the same and knows layer types, with tensors apart."""
+    pattern = AttentionPattern((FULL, WINDOW, WINDOW, FULL), 8)
+    checkpoint = import_model(GOLDEN / "phi3-full", tmp_path / "checkpoint", pattern=pattern)
+    exported = export_model(checkpoint, tmp_path / "exported", canary=False)
+    assert "model_type changed from phi3 to ministral" in caplog.text
+    assert json.loads((exported / "config.json").read_text())["model_type"] == "ministral"
+    assert bits_of(tensors_of(exported)) == bits_of(contents(checkpoint))  # nothing is joined
+    assert checkpoint_module.open_checkpoint(import_model(exported, tmp_path / "again")).pattern == pattern
+
+
 def test_a_pattern_hugging_face_cannot_express_survives(tmp_path, caplog):
     pattern = AttentionPattern((WINDOW, SWITCH, FULL, WINDOW), 8, num_sink_tokens=2, provenance={"method": "by hand"})
     model = swa_jax.load_model(import_model(GOLDEN / "qwen3-full", tmp_path / "plain"), pattern)

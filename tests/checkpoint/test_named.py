@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import fails, run
+from fake_hub import in_cache
 from gguf_files import write_gguf
 from golden_models import GOLDEN, change_json, contents, logits
 from huggingface_hub import constants
@@ -31,16 +32,9 @@ def places(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def in_hub_cache(folder: Path, repository: str) -> None:
-    home, commit = Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}", "c" * 40
-    shutil.copytree(folder, home / "snapshots" / commit)
-    (home / "refs").mkdir()
-    (home / "refs" / "main").write_text(commit)
-
-
 def test_every_name_of_a_model_gives_the_same_model(tmp_path):
     golden = GOLDEN / "gemma3-hybrid"
-    in_hub_cache(golden, "someone/small")
+    in_cache(Path(constants.HF_HUB_CACHE), golden, "someone/small")
     (tmp_path / "parts").mkdir()
     write_gguf(tmp_path / "parts" / "a.gguf", golden, split_tensors=20)
     names = [import_model(golden, tmp_path / "checkpoint"), golden, "tests/golden/gemma3-hybrid", "someone/small"]
@@ -84,9 +78,6 @@ def test_what_is_imported_is_kept_until_its_content_changes(tmp_path):
 def test_what_is_no_model_is_told_what_is_one(name):
     with pytest.raises(ConfigError, match=rf"^{name} is no model: give a checkpoint folder, .* chains or recall$"):
         model_folder(name)
-
-
-def test_a_model_of_the_hub_that_is_not_here_says_how_to_bring_it():
     assert "bring it there with 'hf download Qwen/Qwen3-0.6B'" in fails("generate", "Qwen/Qwen3-0.6B", "a")
 
 
