@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.settings import nearest
@@ -34,7 +35,7 @@ def from_hf(hf: HfConfig) -> ModelConfig:
     return dataclasses.replace(config, rope_layers=_rope_layers(hf, layers, config))
 
 
-def _experts(hf: HfConfig) -> HfKeys:
+def _experts(hf: HfConfig) -> dict[str, Any]:
     fields = experts.read(hf, count=8, per_token=2, width=("intermediate_size", 22528))
     fields |= experts.shared(hf, 0, fields["moe_intermediate_size"])
     scores = _one_of(hf, "expert_selection_fn", ("softmax", "sigmoid"))

@@ -91,7 +91,7 @@ def from_hf(hf: HfConfig) -> ModelConfig:
     )
 
 
-def _experts(hf: HfConfig) -> HfKeys:
+def _experts(hf: HfConfig) -> dict[str, Any]:
     """Fields of `ModelConfig`."""
     found: dict[str, Any] = {"norm_topk_prob": True, "experts_beside_mlp": True}
     for key, field in EXPERT_KEYS.items():
@@ -101,7 +101,7 @@ def _experts(hf: HfConfig) -> HfKeys:
     return found
 
 
-def _heads_of_full_layers(hf: HfConfig, config: ModelConfig, types: Sequence[str]) -> HfKeys:
+def _heads_of_full_layers(hf: HfConfig, config: ModelConfig, types: Sequence[str]) -> dict[str, Any]:
     """Fields of `ModelConfig`, from either spelling: `global_head_dim` and `num_global_key_value_heads` (which counts
     where keys are values), or an entry of `per_layer_config` for every full layer."""
     full = [layer for layer, kind in enumerate(types) if kind == FULL]
