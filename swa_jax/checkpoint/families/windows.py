@@ -129,7 +129,7 @@ def window_keys_with_nope(config: ModelConfig, pattern: AttentionPattern) -> HfK
 
 
 def nope_of_full_layers(types: Sequence[str], ropes: Sequence[RopeKind] = ()) -> tuple[RopeKind, ...]:
-    """`ModelConfig.rope_layers` of a model that rotates no full layer, and the others as `ropes` says (all "global")."""
+    """`ModelConfig.rope_layers` of a model that rotates no full layer, the others as `ropes` says (all "global")."""
     every: tuple[RopeKind, ...] = ("global",)
     others = ropes or every * len(types)
     return tuple("none" if kind == FULL else rope for kind, rope in zip(types, others, strict=True))
