@@ -78,15 +78,12 @@ def test_sentencepiece_spaces_bytes_and_start(folder):
     assert tokenizer.decode(tokenizer.encode("abc é ab")) == "abc é ab"
     assert (tokenizer.start_ids, tokenizer.eos_id) == ([1], 2)
 
-
-def test_sentencepiece_without_a_space_in_front_and_without_a_start(folder):
-    def switched(writer):
+    def without(writer):
         writer.add_add_space_prefix(False)
         writer.add_add_bos_token(False)
 
-    tokenizer = load_tokenizer(folder(write_sentencepiece, switched))
-    assert pieces(tokenizer, "abc ab") == ["abc", "\u2581ab"]
-    assert tokenizer.start_ids == []
+    tokenizer = load_tokenizer(folder(write_sentencepiece, without))
+    assert (pieces(tokenizer, "abc ab"), tokenizer.start_ids) == (["abc", "\u2581ab"], [])
 
 
 def test_a_template_and_the_ends_of_a_reply(folder):

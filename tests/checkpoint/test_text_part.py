@@ -115,11 +115,7 @@ def test_what_is_missing_is_named_as_elsewhere(tmp_path):
     whole = {"model_type": "gemma3", "text_config": hf_of("gemma3-hybrid")}
     tensors = {name.removeprefix("model."): t for name, t in tensors_of("qwen3-hybrid").items()}
     for hf, held, sentence in (
-        (
-            whole,
-            {"vision_tower.a": np.ones(3, np.float32)},
-            r"no tensor language_model\.model\.embed_tokens\.weight",
-        ),
+        (whole, {"vision_tower.a": np.ones(3, np.float32)}, r"no tensor language_model\.model\.embed_tokens\.weight"),
         (hf_of("qwen3-hybrid"), tensors | {"layers.3.mlp.up_proj.weight": None}, "lack tensor 'model.layers.3.mlp.up"),
     ):
         with pytest.raises(CheckpointError, match=sentence):
