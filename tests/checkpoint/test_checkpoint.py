@@ -140,7 +140,7 @@ def test_a_flipped_byte_is_named_by_file(saved):
     file = saved / "weights" / "model.safetensors"
     whole, middle = file.read_bytes(), file.stat().st_size // 2
     file.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
-    with pytest.raises(ConfigError, match="model.safetensors is damaged: its SHA-256"):
+    with pytest.raises(ConfigError, match=r"model.safetensors is damaged: its SHA-256"):
         load_model(saved)
 
 
@@ -152,7 +152,7 @@ def test_a_saved_model_was_imported_from_nothing(saved, tmp_path):
 def test_a_folder_that_is_not_whole_is_refused(saved, tmp_path):
     file = saved / "weights" / "model.safetensors"
     kept = file.rename(tmp_path / "kept")
-    with pytest.raises(ConfigError, match="model.safetensors is missing: the checkpoint is not complete"):
+    with pytest.raises(ConfigError, match=r"model.safetensors is missing: the checkpoint is not complete"):
         load_model(saved)
     kept.rename(file)
     for name in ("config.json", "manifest.json", "pattern.json"):
