@@ -16,7 +16,7 @@ from flax import nnx
 from swa_jax.adapt.job import STAGES, Adaptation
 from swa_jax.adapt.search import BY_HEADS, EFFORTS, HOW, Effort, fitting
 from swa_jax.adapt.tasks import ROWS_OF_TEXT, EvalTask, num_examples
-from swa_jax.checkpoint.canary import plan_size
+from swa_jax.checkpoint.canary import choose_size
 from swa_jax.checkpoint.readings import readings_of
 from swa_jax.model.attention import layer_data
 from swa_jax.model.block import Block, Stream
@@ -171,7 +171,7 @@ def _canary_operations(job: Adaptation) -> float:
     if served is None:
         return 0.0
     readings = readings_of(config, served.pattern, served.hf)
-    size = plan_size(config, served.pattern, readings, canary_budget(job), memory.length)
+    size = choose_size(config, served.pattern, readings, canary_budget(job), memory.length)
     return 0.0 if size is None else size.operations(config, readings)
 
 

@@ -19,6 +19,15 @@ from swa_jax.checkpoint.safetensors_files import DTYPES, Parts, TensorReader, re
 from swa_jax.checkpoint.tensor_names import joined_parts
 from swa_jax.model.pattern import AttentionPattern
 
+_UNSUPPORTED = (  # settings of adapters that are no plain LoRA
+    "use_dora",
+    "fan_in_fan_out",
+    "lora_bias",
+    "use_qalora",
+    "use_bdlora",
+    "layer_replication",
+    "alora_invocation_tokens",
+)
 _FACTOR = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
 
 
@@ -75,15 +84,7 @@ def _check(adapter: Path, settings: dict[str, Any]) -> None:
     file = adapter / ADAPTER_CONFIG
     if settings.get("peft_type") != "LORA":
         raise ConfigError(f"{file}: peft_type is {settings.get('peft_type')!r}; supported: LORA")
-    for key in (
-        "use_dora",
-        "fan_in_fan_out",
-        "lora_bias",
-        "use_qalora",
-        "use_bdlora",
-        "layer_replication",
-        "alora_invocation_tokens",
-    ):
+    for key in _UNSUPPORTED:
         if settings.get(key):
             raise ConfigError(f"{file}: {key} is set, which is not supported; supported: plain LoRA")
     if settings.get("bias", "none") != "none":

@@ -21,7 +21,7 @@ from swa_jax.base.files import write_json
 from swa_jax.checkpoint import check_server
 from swa_jax.checkpoint.folder import load_model, open_checkpoint
 from swa_jax.checkpoint.readings import GUESSED_WINDOW, Reading, readings_of
-from swa_jax.checkpoint.teacher_forced import Forward, Texts, TokenScores, texts_of
+from swa_jax.checkpoint.teacher_forced import Forward, Texts, TokenScores
 from swa_jax.data.haystack import NEEDLE, draw_keys, draw_value
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
 from swa_jax.model.config import ModelConfig
@@ -102,7 +102,7 @@ def write_canary(
     if wanted > free:
         return f"No canary: its computation takes {wanted / 1e9:.0f} GB of memory, and {free / 1e9:.0f} GB are free."
     allowed = budget or BUDGET.get(jax.default_backend(), ACCELERATOR_BUDGET)
-    size = plan_size(config, pattern, readings, allowed, longest)
+    size = choose_size(config, pattern, readings, allowed, longest)
     if size is None:
         return (
             f"No canary: with probes longer than the window it takes more than {allowed:.0e} operations. "
@@ -117,7 +117,7 @@ def write_canary(
     return summary(canary)
 
 
-def plan_size(
+def choose_size(
     config: ModelConfig,
     pattern: AttentionPattern,
     readings: Sequence[Reading],
@@ -167,7 +167,7 @@ def make_canary(
     front = front if isinstance(front, int) and 0 <= front < model.config.vocab_size else 0
     candidates = _candidates(rng, size, window, _plain_tokens(hf, model.config, tokenizer), tokenizer)
     chosen = _choose(forward, readings, candidates, size, window, front)
-    texts = texts_of(chosen, [_grid(len(text), window) for text in chosen], front)
+    texts = Texts(chosen, [_grid(len(text), window) for text in chosen], front)
     answers = [forward(reading, texts) for reading in readings]
     rounded = forward(readings[0], texts, jnp.bfloat16)
     return _as_json(texts, readings, answers, rounded, pattern, window)
@@ -239,7 +239,7 @@ def _choose(
     if len(tried) > 1:
         # In groups of as many as are chosen, so that what is compiled serves for those as well.
         groups = [candidates[i : i + size.probes] for i in range(0, len(candidates), size.probes)]
-        texts = [texts_of(group, [_grid(len(text), window) for text in group], front) for group in groups]
+        texts = [Texts(group, [_grid(len(text), window) for text in group], front) for group in groups]
         answers = [
             np.concatenate([np.stack(forward(reading, group).log_probs) for group in texts]) for reading in tried
         ]  # [C, Q] each

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from swa_jax.base.errors import CheckpointError, ConfigError
 from swa_jax.base.files import parse_json
+from swa_jax.checkpoint.families.grammar import MOST, NUMBER, SWITCH, TOKENS, Grammar, check_keys
 from swa_jax.checkpoint.sources import ModelFolder
 from swa_jax.data.tokenizer import Tokenizer, read_tokenizer
 
@@ -17,8 +17,12 @@ _NUMBERS = (
     "diversity_penalty", "epsilon_cutoff", "eta_cutoff", "length_penalty", "min_p", "repetition_penalty", "temperature",
     "top_p", "typical_p",
 )  # fmt: skip
-_SWITCHES = ("do_sample", "use_cache", "output_scores")
-_TOKENS = ("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id")
+_GENERATION: Grammar = (
+    (_WHOLE, "a whole number", lambda value: type(value) is int and -MOST <= value <= MOST),
+    (_NUMBERS, *NUMBER),
+    (("do_sample", "use_cache", "output_scores"), *SWITCH),
+    (("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id"), *TOKENS),
+)
 
 
 def check_companions(folder: ModelFolder, files: Mapping[str, bytes], vocab_size: int) -> list[str]:
@@ -35,7 +39,7 @@ def check_companions(folder: ModelFolder, files: Mapping[str, bytes], vocab_size
         if name.endswith(".json") and name != TOKENIZER:
             settings = parse_json(data, folder / name, CheckpointError, finite=name == GENERATION)
             if name == GENERATION:
-                _check_generation(settings, f"{folder / name}")
+                check_keys(settings, _GENERATION, f"{folder / name}", CheckpointError)
     if TOKENIZER not in files:
         return [f"without a tokenizer.json in {folder}, this model takes token ids only"]
     file = folder / TOKENIZER
@@ -63,26 +67,3 @@ def starts_and_ends(tokenizer: Tokenizer) -> str:
     )
     end = f"replies end with {names(tokenizer.end_ids, ' or ')}" if tokenizer.end_ids else "no token ends a reply"
     return f"{start}; {end}"
-
-
-def _check_generation(settings: Mapping[str, Any], where: str) -> None:
-    def is_number(value: Any) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-
-    def is_token(value: Any) -> bool:
-        return type(value) is int and -1 <= value < 2**31  # -1: none, in old files
-
-    kinds = (
-        (_WHOLE, "a whole number", lambda value: type(value) is int and -(2**31) <= value < 2**31),
-        (_NUMBERS, "a number", is_number),
-        (_SWITCHES, "true or false", lambda value: isinstance(value, bool)),
-        (
-            _TOKENS,
-            "the id of a token, or a list of them",
-            lambda value: is_token(value) or (isinstance(value, list) and all(map(is_token, value))),
-        ),
-    )
-    for keys, kind, fits in kinds:
-        for key in keys:
-            if settings.get(key) is not None and not fits(settings[key]):
-                raise CheckpointError(f"{where}: {key} must be {kind}, got {str(settings[key])[:200]!r}")

@@ -53,12 +53,12 @@ from swa_jax.checkpoint.tensor_names import TensorName, expected_tensors, is_rou
 from swa_jax.model.attention import Router
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
-from swa_jax.model.layer_stacks import LayerStack, layer_stacks
+from swa_jax.model.layer_stacks import layer_stacks
 from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.parameters import ROUTERS
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition, state_shardings
-from swa_jax.model.window import Window
+from swa_jax.model.window import OWN, Window
 
 CONFIG_FILE, PATTERN_FILE, MANIFEST_FILE, WEIGHTS = "config.json", "pattern.json", "manifest.json", "weights"
 COMPANIONS = (
@@ -122,10 +122,8 @@ def save_model(
 def load_model(
     path: str | Path,
     pattern: AttentionPattern | str | Path | None = None,
+    window: Window = OWN,
     *,
-    window: int | None = None,
-    sink_tokens: int | None = None,
-    full_decode: bool | None = None,
     dtype: jax.typing.DTypeLike | None = None,
     config: ModelConfig | None = None,
     partition: Partition | None = None,
@@ -137,9 +135,7 @@ def load_model(
       path: a folder written by `swa-jax import`, `save_model` or training.
       pattern: an AttentionPattern, the path of a pattern JSON, or a recipe; None: the folder's own. Routers that it
         asks for and the checkpoint lacks are drawn from `router_seed`.
-      window: visible keys of a windowed query, its own included. None: the pattern's; a recipe takes the window of the
-        folder's own pattern, or 2048 if that has none.
-      sink_tokens, full_decode: `num_sink_tokens` and `full_attention_decode`; None: the pattern's.
+      window: what is not given is the pattern's; a recipe takes the size of the folder's own pattern, or 2048.
       dtype: of all parameters but the routers, which are f32; None: the stored one (the widest, if several are stored).
       config: in place of the folder's own, for changes that no weight depends on, such as YaRN.
       partition: lay the parameters out on this mesh; the host holds one of them at a time.
@@ -150,7 +146,7 @@ def load_model(
     """
     source = open_checkpoint(path)
     config = config or source.config
-    chosen = choose_pattern(source.pattern, pattern, config, Window(window, sink_tokens, full_decode))
+    chosen = choose_pattern(source.pattern, pattern, config, window)
     if chosen not in (source.pattern, pattern) and (note := no_window(chosen, config)):
         warnings.warn(f"{note}: give a smaller window=", skip_file_prefixes=(str(Path(__file__).parents[1]),))
     routed = SWITCH in chosen.layer_types
@@ -165,29 +161,21 @@ def load_model(
     variables = {_names(path): variable for path, variable in nnx.to_flat_state(wanted)}
     arrays = dict(_stack(source, table, variables, places))
     if routed and not source.has_routers:
-        routers = fresh_routers(config, router_seed)
+        routers = _fresh_routers(config, router_seed)
         arrays |= {path: jax.device_put(router, places.get(path)) for path, router in routers.items()}
     state = {path: variable.replace(arrays[_names(path)]) for path, variable in nnx.to_flat_state(wanted)}
     return nnx.merge(graph, nnx.from_flat_state(state))
 
 
-def fresh_routers(config: ModelConfig, seed: int = ROUTER_SEED) -> dict[tuple[str, ...], jax.Array]:
+def _fresh_routers(config: ModelConfig, seed: int) -> dict[tuple[str, ...], jax.Array]:
     """Stacked router parameters, f32, by their path in the decoder."""
     rngs, found = nnx.Rngs(seed), {}
     for stack in layer_stacks(config):
         place = ("layers", *([stack.name] if stack.name else []), "attention", "router")
-        for path, variable in nnx.to_flat_state(nnx.state(_routers(stack, rngs))):
+        many = nnx.split_rngs(splits=len(stack.layers))(nnx.vmap(functools.partial(Router, stack.config)))
+        for path, variable in nnx.to_flat_state(nnx.state(many(rngs))):
             found[*place, *_names(path)] = variable[...]
     return found
-
-
-def _routers(stack: LayerStack, rngs: nnx.Rngs) -> Router:
-    @nnx.split_rngs(splits=len(stack.layers))
-    @nnx.vmap(in_axes=(0,), out_axes=0)
-    def make(rngs: nnx.Rngs) -> Router:
-        return Router(stack.config, rngs)
-
-    return make(rngs)
 
 
 def _names(path: tuple[Any, ...]) -> tuple[str, ...]:

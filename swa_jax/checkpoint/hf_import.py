@@ -13,6 +13,7 @@ from swa_jax.base.errors import CheckpointError
 from swa_jax.base.files import check_destination, check_room, parse_json, partial_folder
 from swa_jax.base.settings import nearest
 from swa_jax.checkpoint.block_fp8 import dequantised, split_scales
+from swa_jax.checkpoint.checked_source import CheckedSource, import_identity
 from swa_jax.checkpoint.companions import check_companions
 from swa_jax.checkpoint.families import hf_pattern, model_config
 from swa_jax.checkpoint.families.pattern_files import is_pattern_file, load_pattern
@@ -34,7 +35,6 @@ from swa_jax.checkpoint.folder import (
     write_checkpoint,
     written_from,
 )
-from swa_jax.checkpoint.import_plan import ImportPlan, import_identity
 from swa_jax.checkpoint.mxfp4 import PackedTensor, find_packed, unpacked, with_unpacked
 from swa_jax.checkpoint.safetensors_files import DTYPES, Parts, StoredTensor, TensorReader, read_headers
 from swa_jax.checkpoint.sources import GGUF, ModelFolder, companion, gguf_file, open_source
@@ -82,27 +82,27 @@ def import_model(
     done = written_from(destination)
     if done is None:
         check_destination(destination)  # before the source is read, which may take a while
-    plan = plan_import(source, pattern)
-    if done == plan.identity:
+    checked = check_source(source, pattern)
+    if done == checked.identity:
         folder = open_checkpoint(destination).folder
         describe(f"{destination} holds this import already")
         return folder
     destination = check_destination(destination)
-    size = sum(dtype.itemsize * int(np.prod(shape)) for dtype, shape in plan.tensors.values())
+    size = sum(dtype.itemsize * int(np.prod(shape)) for dtype, shape in checked.tensors.values())
     there = sum(path.stat().st_size for path in partial_folder(destination).rglob("*") if path.is_file())
     check_room(destination, size - there)
     describe(f"importing {source} into {destination}")
-    for note in plan.notes:
+    for note in checked.notes:
         describe(note)
     write_checkpoint(
         destination,
-        plan.hf_config,
-        plan.pattern,
-        plan.tensors,
-        plan.read,
-        companions=plan.companions,
-        check=_counted(plan.check, size, progress),
-        identity=plan.identity,
+        checked.hf_config,
+        checked.pattern,
+        checked.tensors,
+        checked.read,
+        companions=checked.companions,
+        check=_counted(checked.check, size, progress),
+        identity=checked.identity,
     )
     return destination
 
@@ -122,10 +122,6 @@ def _counted(
     return run
 
 
-def _sizes(folder: Path) -> list[int]:
-    return [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
-
-
 class SourceRows(NamedTuple):
     """Where a tensor of ours is in the source: rows `first` to below `last` of one of the source's."""
 
@@ -139,12 +135,12 @@ class SourceRows(NamedTuple):
         return (self.last - self.first, *self.tensor.shape[1:])
 
 
-def plan_import(source: str | Path, pattern: AttentionPattern | str | Path | None = None) -> ImportPlan:
+def check_source(source: str | Path, pattern: AttentionPattern | str | Path | None = None) -> CheckedSource:
     """Read and check everything of a source but its weights' values. Raises as `import_model`."""
     if (file := gguf_file(source)) is not None:
-        from swa_jax.checkpoint.gguf.plan import plan_gguf  # here: it takes a while to import
+        from swa_jax.checkpoint.gguf.source import check_gguf  # here: it takes a while to import
 
-        return plan_gguf(file, pattern)
+        return check_gguf(file, pattern)
     folder = open_source(source)
     whole = _read_config(folder)
     text = text_config(whole)
@@ -183,7 +179,7 @@ def plan_import(source: str | Path, pattern: AttentionPattern | str | Path | Non
                         part = dequantised(part, first, scale, blocks, plain)
                     yield name, part
 
-    return ImportPlan(
+    return CheckedSource(
         without_quantization(hf),
         chosen,
         companions,

@@ -26,9 +26,9 @@ from swa_jax.base.errors import CheckpointError
 from swa_jax.base.files import cache_folder, check_local, read_json, sum_of, sum_of_file, sum_of_json
 from swa_jax.checkpoint import folder
 from swa_jax.checkpoint.adapter import ADAPTER_CONFIG, merge_adapter
+from swa_jax.checkpoint.checked_source import VERSION
 from swa_jax.checkpoint.folder import CONFIG_FILE, WEIGHTS, content_sum, open_checkpoint
 from swa_jax.checkpoint.hf_import import import_model
-from swa_jax.checkpoint.import_plan import VERSION
 from swa_jax.checkpoint.sources import GGUF, GGUF_PART, HUB_ID, cached_snapshot
 from swa_jax.data import tokenizer
 from swa_jax.data.tokenizer import Tokenizer
@@ -36,6 +36,7 @@ from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition
+from swa_jax.model.window import Window
 from swa_jax.report.progress import Progress
 
 BUNDLED = ("chains", "recall")
@@ -74,9 +75,7 @@ def load_model(
     return folder.load_model(
         model_folder(name),
         pattern,
-        window=window,
-        sink_tokens=sink_tokens,
-        full_decode=full_decode,
+        Window(window, sink_tokens, full_decode),
         dtype=dtype,
         config=config,
         partition=partition,

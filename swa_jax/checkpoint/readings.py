@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from swa_jax.model.config import ModelConfig, RopeKind
+from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, HYBRID, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
@@ -63,6 +63,14 @@ class Reading:
         """All but the words: equal readings compute the same."""
         return tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _WORDS)
 
+    def but(self, name: str, sentence: str, *, first: bool = False, **changes: Any) -> Reading:
+        """The same with a mistake."""
+        return dataclasses.replace(self, name=name, sentence=sentence, first=first, **changes)
+
+    def of_config(self, name: str, sentence: str, **fields: Any) -> Reading:
+        """The same with other fields of its configuration."""
+        return self.but(name, sentence, config=dataclasses.replace(self.config, **fields))
+
 
 _WORDS = ("name", "sentence", "first")
 
@@ -80,7 +88,7 @@ def readings_of(config: ModelConfig, pattern: AttentionPattern, hf: Mapping[str,
     for reading in (
         right,
         *_windows(right, hf),
-        Reading("padding", "the padding of a batch is seen", pattern, config, first=True, padding_seen=True),
+        right.but("padding", "the padding of a batch is seen", first=True, padding_seen=True),
         *_rope(right),
         *_left_out(right),
         *_tokens(right, hf),
@@ -102,26 +110,23 @@ def describe(pattern: AttentionPattern) -> str:
 def _windows(right: Reading, hf: Mapping[str, Any]) -> Iterator[Reading]:
     """Another window, or the same one in all layers or in none."""
     pattern, layers = right.pattern, right.pattern.num_layers
-
-    def reading(name: str, sentence: str, other: AttentionPattern, first: bool = True) -> Reading:
-        return dataclasses.replace(right, name=name, sentence=sentence, pattern=other, first=first)
-
     window = pattern.sliding_window
     if window is None or set(pattern.layer_types) == {FULL}:
         seen = hf.get("sliding_window")
         seen = seen if isinstance(seen, int) and 1 <= seen <= GUESSED_WINDOW else GUESSED_WINDOW
         everywhere = AttentionPattern((WINDOW,) * layers, seen)
-        yield reading("window everywhere", f"a window of {seen} keys in every layer", everywhere)
+        yield right.but("window everywhere", f"a window of {seen} keys in every layer", first=True, pattern=everywhere)
         return
 
     full = dataclasses.replace(pattern, layer_types=(FULL,) * layers, full_kv_heads=())
-    yield reading("full everywhere", "full attention in every layer", full)
+    yield right.but("full everywhere", "full attention in every layer", first=True, pattern=full)
     if HYBRID in pattern.layer_types:
         types = tuple(WINDOW if kind == HYBRID else kind for kind in pattern.layer_types)
         dropped = dataclasses.replace(pattern, layer_types=types, full_kv_heads=())
-        yield reading("full heads dropped", "the full heads have windows", dropped)
+        yield right.but("full heads dropped", "the full heads have windows", first=True, pattern=dropped)
     everywhere = dataclasses.replace(full, layer_types=(WINDOW,) * layers)
-    yield reading("window everywhere", "a window in every layer, although some should have full attention", everywhere)
+    sentence = "a window in every layer, although some should have full attention"
+    yield right.but("window everywhere", sentence, first=True, pattern=everywhere)
     for name, sentence, other, first in (
         ("window - 1", "the window is one key shorter", window - 1, True),
         ("window + 1", "the window is one key longer", window + 1, True),
@@ -130,10 +135,11 @@ def _windows(right: Reading, hf: Mapping[str, Any]) -> Iterator[Reading]:
     ):
         if other >= 1:
             changed = dataclasses.replace(pattern, sliding_window=other)
-            yield reading(name, f"{sentence} ({other} in place of {window})", changed, first)
+            yield right.but(name, f"{sentence} ({other} in place of {window})", first=first, pattern=changed)
     if pattern.num_sink_tokens:
         dropped = dataclasses.replace(pattern, num_sink_tokens=0)
-        yield reading("sink tokens dropped", "the sink tokens are not seen beyond the window", dropped)
+        sentence = "the sink tokens are not seen beyond the window"
+        yield right.but("sink tokens dropped", sentence, first=True, pattern=dropped)
 
 
 def _layers(right: Reading) -> Iterator[Reading]:
@@ -143,25 +149,24 @@ def _layers(right: Reading) -> Iterator[Reading]:
     if pattern.sliding_window is None or not set(types) <= {FULL, WINDOW}:
         return
     other = {FULL: WINDOW, WINDOW: FULL}
-
-    def reading(name: str, sentence: str, kinds: tuple[str, ...]) -> Reading:
-        changed = dataclasses.replace(pattern, layer_types=kinds)
-        return dataclasses.replace(right, name=name, sentence=sentence, pattern=changed, first=False)
-
-    yield reading(
-        "kinds swapped",
-        "windows where attention should be full, and the other way round",
-        tuple(other[k] for k in types),
-    )
-    yield reading("kinds one layer late", "each layer has the attention of the one below it", (types[-1], *types[:-1]))
-    yield reading("kinds one layer early", "each layer has the attention of the one above it", (*types[1:], types[0]))
-    even = tuple(FULL if layer % 2 else WINDOW for layer in range(len(types)))
-    yield reading("every second layer", "windows in layers 0, 2, 4 and so on", even)
+    swapped = tuple(other[kind] for kind in types)
+    wrong = [
+        ("kinds swapped", "windows where attention should be full, and the other way round", swapped),
+        ("kinds one layer late", "each layer has the attention of the one below it", (types[-1], *types[:-1])),
+        ("kinds one layer early", "each layer has the attention of the one above it", (*types[1:], types[0])),
+        (
+            "every second layer",
+            "windows in layers 0, 2, 4 and so on",
+            tuple(FULL if layer % 2 else WINDOW for layer in range(len(types))),
+        ),
+    ]
     step = max(1, (len(types) - 1) / (MOST_LAYERS - 1))
     for layer in sorted({round(i * step) for i in range(min(len(types), MOST_LAYERS))}):
         kinds = (*types[:layer], other[types[layer]], *types[layer + 1 :])
         seen = "a window" if kinds[layer] == WINDOW else "full attention"
-        yield reading(f"layer {layer}", f"layer {layer} has {seen}", kinds)
+        wrong.append((f"layer {layer}", f"layer {layer} has {seen}", kinds))
+    for name, sentence, kinds in wrong:
+        yield right.but(name, sentence, pattern=dataclasses.replace(pattern, layer_types=kinds))
 
 
 def _rope(right: Reading) -> Iterator[Reading]:
@@ -169,55 +174,43 @@ def _rope(right: Reading) -> Iterator[Reading]:
     config, layers = right.config, right.config.num_hidden_layers
     if not config.uses_rope:
         return
-
-    def reading(name: str, sentence: str, **fields: Any) -> Reading:
-        changed = dataclasses.replace(config, **fields)
-        return dataclasses.replace(right, name=name, sentence=sentence, config=changed, first=False)
-
-    common: RopeKind = "global"
-    kinds = config.rope_layers or (common,) * layers
+    kinds = config.rope_kinds_by_layer
+    swapped_words = "each layer has the RoPE of the other layer type"
     if config.heads_differ:  # a layer's heads go with its RoPE
-        yield reading(
-            "rope swapped",
-            "each layer has the RoPE of the other layer type",
-            rope_theta=config.local_rope_theta,
-            local_rope_theta=config.rope_theta,
-            rope_scaling=None,
-        )
+        thetas = {"rope_theta": config.local_rope_theta, "local_rope_theta": config.rope_theta}
+        yield right.of_config("rope swapped", swapped_words, **thetas, rope_scaling=None)
     elif "local" in kinds:
-        other: dict[str, RopeKind] = {"local": "global", "global": "local", "none": "none"}
-        swapped: tuple[RopeKind, ...] = tuple(other[kind] for kind in kinds)
-        yield reading("rope swapped", "each layer has the RoPE of the other layer type", rope_layers=swapped)
-        yield reading("rope global", "the RoPE of full layers in every layer", rope_layers=("global",) * layers)
-        yield reading("rope local", "the RoPE of windowed layers in every layer", rope_layers=("local",) * layers)
+        other = {"local": "global", "global": "local", "none": "none"}
+        swapped = tuple(other[kind] for kind in kinds)
+        yield right.of_config("rope swapped", swapped_words, rope_layers=swapped)
+        for kind, owners in (("global", "full"), ("local", "windowed")):
+            sentence = f"the RoPE of {owners} layers in every layer"
+            yield right.of_config(f"rope {kind}", sentence, rope_layers=(kind,) * layers)
     if "none" in kinds and not config.heads_differ:
-        yield reading("rope everywhere", "RoPE also in layers without it", rope_layers=("global",) * layers)
-        others: tuple[RopeKind, ...] = tuple("none" if kind != "none" else "global" for kind in kinds)
-        yield reading("rope in the others", "RoPE in the wrong layers", rope_layers=others)
+        yield right.of_config("rope everywhere", "RoPE also in layers without it", rope_layers=("global",) * layers)
+        others = tuple("none" if kind != "none" else "global" for kind in kinds)
+        yield right.of_config("rope in the others", "RoPE in the wrong layers", rope_layers=others)
     if config.rope_scaling is not None:
-        yield reading("rope unscaled", "RoPE without its scaling", rope_scaling=None)
+        yield right.of_config("rope unscaled", "RoPE without its scaling", rope_scaling=None)
         if config.rope_scaling.llama_4_scaling_beta:
             flat = dataclasses.replace(config.rope_scaling, llama_4_scaling_beta=0.0)
-            yield reading("query scale", "queries without the factor that grows with positions", rope_scaling=flat)
+            sentence = "queries without the factor that grows with positions"
+            yield right.of_config("query scale", sentence, rope_scaling=flat)
     if config.rope_theta != 10000.0:
-        yield reading("rope theta", "RoPE with a rope_theta of 10000", rope_theta=10000.0)
+        yield right.of_config("rope theta", "RoPE with a rope_theta of 10000", rope_theta=10000.0)
     if config.long_rope_after is not None:
-        long = "LongRoPE's factors for long texts also for short ones"
-        yield dataclasses.replace(right, name="long rope", sentence=long, first=False, long_rope=True)
+        yield right.but("long rope", "LongRoPE's factors for long texts also for short ones", long_rope=True)
 
 
 def _left_out(right: Reading) -> Iterator[Reading]:
     for field, without, sentence in LEFT_OUT:
         if getattr(right.config, field) != without:
-            changed = dataclasses.replace(right.config, **{field: without})
-            yield dataclasses.replace(right, name=f"without {field}", sentence=sentence, config=changed, first=False)
+            yield right.of_config(f"without {field}", sentence, **{field: without})
 
 
 def _tokens(right: Reading, hf: Mapping[str, Any]) -> Iterator[Reading]:
     """Other positions, or a token too many. Positions that are all shifted change nothing: RoPE sees differences."""
     if right.config.uses_rope:
-        jump = "positions are one too large from the middle of the text on"
-        yield dataclasses.replace(right, name="positions", sentence=jump, first=False, jump=True)
+        yield right.but("positions", "positions are one too large from the middle of the text on", jump=True)
     if isinstance(hf.get("bos_token_id"), int):
-        bos = "a token is put in front of the prompt"
-        yield dataclasses.replace(right, name="token in front", sentence=bos, first=False, in_front=True)
+        yield right.but("token in front", "a token is put in front of the prompt", in_front=True)

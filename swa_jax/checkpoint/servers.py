@@ -16,7 +16,7 @@ from typing import Any
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.settings import nearest
 from swa_jax.checkpoint.families import expressed, fully, inexpressible, model_config, same_model
-from swa_jax.checkpoint.families.common import Family
+from swa_jax.checkpoint.families.common import Family, HfConfig, HfKeys
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
@@ -185,7 +185,7 @@ def check_target(server: str | None) -> None:
         raise ConfigError(f"--for is '{server}'{nearest(server, TARGETS, listed=False)}; known: {', '.join(TARGETS)}")
 
 
-def served_config(server: str, hf: Mapping[str, Any], pattern: AttentionPattern, *, as_full: bool = False) -> Served:
+def served_config(server: str, hf: HfConfig, pattern: AttentionPattern, *, as_full: bool = False) -> Served:
     """What to write so that a server runs this model with this pattern.
 
     Args:
@@ -216,48 +216,50 @@ def _called(server: str) -> str:
     return server if server == "transformers" else f"{server} {SERVERS[server].version}"
 
 
-def find_served(server: str, hf: Mapping[str, Any], pattern: AttentionPattern) -> Served | None:
+def find_served(server: str, hf: HfConfig, pattern: AttentionPattern) -> Served | None:
     """The same as `served_config`, but None where the server cannot run the pattern, without looking for what can."""
     if inexpressible(pattern) is not None:
         return None
     config = model_config(hf)
-    for family, described in same_model(hf):
+    full = AttentionPattern((FULL,) * pattern.num_layers)
+    for family, described in same_model(hf, config):
         if server == "transformers":
             if (out := expressed(family, described, pattern, config)) is not None:
                 runs = ServerClass(family.architecture, Reads.LAYER_TYPES)
                 return Served(out, family.model_type, pattern, runs, "")
             continue
-        if expressed(family, described, AttentionPattern((FULL,) * pattern.num_layers), config) is None:
+        able = [runs for runs in SERVERS[server].classes.get(family.model_type, ()) if _has(runs, pattern)]
+        if not able or expressed(family, described, full, config) is None:
             continue  # another model
-        for runs in SERVERS[server].classes.get(family.model_type, ()):
+        for runs in able:
             if (out := _written_for(runs, family, described, pattern)) is not None:
                 command = f"{SERVERS[server].environment} {SERVERS[server].command} {runs.flags}".strip()
                 return Served(out, family.model_type, pattern, runs, command)
     return None
 
 
-def _written_for(
-    runs: ServerClass, family: Family, hf: Mapping[str, Any], pattern: AttentionPattern
-) -> dict[str, Any] | None:
-    """`hf` with the keys by which a class has the windows of a pattern; None if it cannot have them."""
+def _has(runs: ServerClass, pattern: AttentionPattern) -> bool:
+    """Whether a class can have the windows of a pattern."""
     windowed = [kind == WINDOW for kind in pattern.layer_types]
-    possible = (
-        not any(windowed)
-        or {
-            Reads.LAYER_TYPES: True,
-            Reads.EVEN: windowed == [layer % 2 == 0 for layer in range(pattern.num_layers)],
-            Reads.ALIKE: all(windowed),
-            Reads.NEVER: False,
-        }[runs.reads]
-    )
-    if not possible or (any(windowed) and (pattern.sliding_window or 0) <= runs.surplus):
-        return None
-    out = expressed(family, hf, pattern, model_config(hf))
+    if not any(windowed):
+        return True
+    possible = {
+        Reads.LAYER_TYPES: True,
+        Reads.EVEN: windowed == [layer % 2 == 0 for layer in range(pattern.num_layers)],
+        Reads.ALIKE: all(windowed),
+        Reads.NEVER: False,
+    }[runs.reads]
+    return possible and (pattern.sliding_window or 0) > runs.surplus
+
+
+def _written_for(runs: ServerClass, family: Family, hf: HfConfig, pattern: AttentionPattern) -> HfKeys | None:
+    """`hf` with the keys by which a class has the windows of a pattern; None if the family cannot say them."""
+    out = expressed(family, hf, pattern)
     if out is None and runs.alone:
         out = {**fully(hf), "layer_types": list(pattern.layer_types), "sliding_window": pattern.sliding_window}
     if out is None:
         return None
-    if any(windowed):
+    if WINDOW in pattern.layer_types:
         out["sliding_window"] -= runs.surplus
     elif runs.reads is Reads.EVEN:  # a window that is longer than any text
         out["sliding_window"] = hf["max_position_embeddings"]

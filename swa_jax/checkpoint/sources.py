@@ -128,10 +128,14 @@ def _reached(place: object) -> Iterator[None]:
         raise CheckpointError(f"{place} does not exist, or may not be read with your login") from None
     except Exception as error:  # what the libraries of stores raise is an Exception and no more
         if type(error).__name__ == "GatedRepoError":
-            raise CheckpointError(
-                f"{place} is gated: accept its terms on the hub and log in (`hf auth login`), or give a folder"
-            ) from None
+            raise _gated(place) from None
         raise UnreachableError(f"{place} cannot be read now ({reason(error)}): start the same command again") from None
+
+
+def _gated(place: object) -> CheckpointError:
+    return CheckpointError(
+        f"{place} is gated: accept its terms on the hub and log in (`hf auth login`), or give a folder"
+    )
 
 
 def open_source(source: str | Path) -> ModelFolder:
@@ -209,9 +213,7 @@ def _hub_folder(repository: str, revision: str | None) -> ModelFolder:
     try:
         commit = HfApi().model_info(repository, revision=revision).sha
     except GatedRepoError:
-        raise CheckpointError(
-            f"'{repository}' is gated: accept its terms on the hub and log in (`hf auth login`), or give a folder"
-        ) from None
+        raise _gated(f"'{repository}'") from None
     except RevisionNotFoundError:
         raise CheckpointError(f"'{repository}' on the Hugging Face hub has no revision '{revision}'") from None
     except (RepositoryNotFoundError, HFValidationError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -145,7 +145,3 @@ def _answers(
         return chosen, jax.lax.top_k(log_probs, top)[0]
 
     return jax.lax.map(of_a_text, (stream.x, queries, targets))
-
-
-def texts_of(tokens: Sequence[Sequence[int]], queries: Sequence[Sequence[int]], front: int = 0) -> Texts:
-    return Texts([list(map(int, t)) for t in tokens], [list(map(int, q)) for q in queries], front)

@@ -9,7 +9,7 @@ import jax
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.families.pattern_files import load_pattern
-from swa_jax.checkpoint.families.rope import nope_of_full_layers
+from swa_jax.checkpoint.families.windows import nope_of_full_layers
 from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.checkpoint.named import model_folder, tokenizer_folder
 from swa_jax.data.sources import ANSWERED

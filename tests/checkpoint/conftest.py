@@ -4,8 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-
-GOLDEN = Path(__file__).parents[1] / "golden"
+from golden_models import GOLDEN
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import http.server
 import json
 import re
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,18 @@ from urllib.parse import unquote
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPOSITORY = "someone/model"
+
+
+def in_cache(cache: Path, folder: Path, repository: str = REPOSITORY, leave_out: str = "") -> None:
+    """A folder's files in the hub's cache as its own library makes it: links into a store of blobs."""
+    home = cache / f"models--{repository.replace('/', '--')}"
+    for part in ("blobs", "refs", f"snapshots/{COMMIT}"):
+        (home / part).mkdir(parents=True)
+    (home / "refs" / "main").write_text(COMMIT)
+    for file in folder.iterdir():
+        if file.name != leave_out:
+            shutil.copy(file, home / "blobs" / f"of-{file.name}")
+            (home / "snapshots" / COMMIT / file.name).symlink_to(f"../../blobs/of-{file.name}")
 
 
 class Hub:

@@ -11,7 +11,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 from gguf.constants import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, TokenType
-from safetensors.numpy import load_file
+from golden_models import tensors_of
 
 ARCHITECTURES = {
     "mistral": "llama", "mixtral": "llama", "ministral": "llama", "qwen3_moe": "qwen3moe", "olmo3": "olmo2",
@@ -28,33 +28,11 @@ GRANITE_EXPERTS = {
     "router.weight": "ffn_gate_inp",
 }
 PERMUTED = ("llama", "granite", "granite-swa", "mistral3", "smollm3")
-WINDOWED = (
-    "olmo2",
-    "gemma2",
-    "gemma3",
-    "gemma4",
-    "phi3",
-    "cohere2",
-    "exaone4",
-    "gpt-oss",
-    "granite-swa",
-    "mellum",
-    "afmoe",
-    "exaone-moe",
-    "cohere2moe",
-)
+WITHOUT_WINDOWS = ("llama", "qwen2", "qwen3", "qwen3moe", "smollm3", "mistral3", "seed_oss", "starcoder2")
 
 
 def architecture_of(hf: dict) -> str:
     return ARCHITECTURES.get(hf["model_type"], hf["model_type"])
-
-
-def read_folder(folder: Path) -> tuple[dict, dict[str, np.ndarray]]:
-    """`config.json` and the tensors of a Hugging Face folder."""
-    tensors: dict[str, np.ndarray] = {}
-    for file in sorted(folder.glob("model*.safetensors")):
-        tensors |= load_file(file)
-    return json.loads((folder / "config.json").read_text()), tensors
 
 
 def write_gguf(
@@ -75,7 +53,7 @@ def write_gguf(
       edit: changes the tensors, {name: array}; an array of bytes stands for itself, with its type: (bytes, type).
       changes: keys of metadata, less the architecture's name, with "__" for dots; they are written last.
     """
-    hf, tensors = read_folder(folder)
+    hf, tensors = json.loads((folder / "config.json").read_text()), tensors_of(folder)
     architecture = architecture_of(hf)
     writer = gguf.GGUFWriter(file, architecture, split_max_tensors=split_tensors)
     write_hyperparameters(writer, hf, architecture)
@@ -119,13 +97,10 @@ def write_hyperparameters(writer: gguf.GGUFWriter, hf: dict, architecture: str) 
     if "head_dim" in hf:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    if "layer_norm_eps" in hf:
-        writer.add_layer_norm_eps(hf["layer_norm_eps"])
-    if "norm_epsilon" in hf:
-        writer.add_layer_norm_eps(hf["norm_epsilon"])
-    if "rms_norm_eps" in hf:
-        writer.add_layer_norm_rms_eps(hf["rms_norm_eps"])
     for key, add in (
+        ("layer_norm_eps", writer.add_layer_norm_eps),
+        ("norm_epsilon", writer.add_layer_norm_eps),
+        ("rms_norm_eps", writer.add_layer_norm_rms_eps),
         ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
         ("final_logit_softcapping", writer.add_final_logit_softcapping),
         ("logit_scale", writer.add_logit_scale),
@@ -154,7 +129,7 @@ def write_hyperparameters(writer: gguf.GGUFWriter, hf: dict, architecture: str) 
         writer.add_attention_scale(hf["query_pre_attn_scalar"] ** -0.5)
     if "num_experts_per_tok" in hf and hf["model_type"] not in ("mixtral", "granitemoe_swa"):
         writer.add_expert_feed_forward_length(hf.get("moe_intermediate_size", hf["intermediate_size"]))
-    if architecture in WINDOWED and hf.get("sliding_window"):
+    if architecture not in WITHOUT_WINDOWS and hf.get("sliding_window"):
         writer.add_sliding_window(hf["sliding_window"])
         if architecture != "phi3":
             writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in hf["layer_types"]])
@@ -207,8 +182,8 @@ def rope_factors(hf: dict) -> dict[str, np.ndarray]:
     if hf["model_type"] == "gemma4_text":  # what does not turn has a factor so large that it never does
         [(_, heads), *_] = hf["per_layer_config"].items()
         pairs, share = heads["head_dim"] // 2, rope_of(hf)[0]["partial_rotary_factor"]
-        turned = int(pairs * share)
-        return {"rope_freqs.weight": np.array([1.0] * turned + [1e30] * (pairs - turned), np.float32)}
+        rotated = int(pairs * share)
+        return {"rope_freqs.weight": np.array([1.0] * rotated + [1e30] * (pairs - rotated), np.float32)}
     rope, head_dim = rope_of(hf)[0], hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
     if rope["rope_type"] == "longrope":
         return {f"rope_factors_{n}.weight": np.array(rope[f"{n}_factor"], np.float32) for n in ("long", "short")}
@@ -251,9 +226,7 @@ def gguf_tensors(hf: dict, tensors: dict[str, np.ndarray], architecture: str) ->
                     out[f"blk.{name.split('.')[2]}.{joined}.weight"] = array
             if name.endswith(tuple(GRANITE_EXPERTS)):
                 continue
-        if name.endswith("sinks"):
-            stem, suffix = name, "weight"
-        if name.endswith("layer_scalar"):
+        if name.endswith(("sinks", "layer_scalar")):
             stem, suffix = name, "weight"
         if name.endswith(("router.scale", "per_expert_scale")):
             layer = name.split(".")[2]
@@ -272,12 +245,12 @@ def gguf_tensors(hf: dict, tensors: dict[str, np.ndarray], architecture: str) ->
         if architecture == "gpt-oss" and "experts" in name:
             base, part = stem, suffix.removesuffix("_bias")
             suffix = "bias" if suffix.endswith("_bias") else "weight"
-            turned = array.swapaxes(1, 2) if suffix == "weight" else array
+            rotated = array.swapaxes(1, 2) if suffix == "weight" else array
             if part == "gate_up_proj":
-                add(f"{base}.gate_proj", turned[:, 0::2], suffix)
-                add(f"{base}.up_proj", turned[:, 1::2], suffix)
+                add(f"{base}.gate_proj", rotated[:, 0::2], suffix)
+                add(f"{base}.up_proj", rotated[:, 1::2], suffix)
             else:
-                add(f"{base}.{part}", turned, suffix)
+                add(f"{base}.{part}", rotated, suffix)
         else:
             add(stem, array, suffix)
     return {name: np.ascontiguousarray(array) for name, array in out.items()}
@@ -305,11 +278,8 @@ def _stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         before, _, behind = name.partition(".experts.")
         number, _, rest = behind.partition(".")
         if number.isdigit():
-            before = (
-                before.replace("block_sparse_moe", "feed_forward").removeprefix("model.")
-                if "block_sparse_moe" in before
-                else before
-            )
+            if "block_sparse_moe" in before:
+                before = before.replace("block_sparse_moe", "feed_forward").removeprefix("model.")
             stacks.setdefault(f"{before}.experts.{rest}", {})[int(number)] = array
         else:
             out[name] = array
@@ -324,7 +294,7 @@ def write_sentencepiece(writer: gguf.GGUFWriter) -> None:
     tokens = [*special, *letters, *words]
     writer.add_tokenizer_model("llama")
     writer.add_tokenizer_pre("default")
-    writer.add_token_list(tokens[: len(tokens)])
+    writer.add_token_list(tokens)
     writer.add_token_scores([0.0] * (len(special) + len(letters)) + [-float(i) for i in range(len(words))])
     kinds = [TokenType.UNKNOWN, *[TokenType.CONTROL] * 2, *[TokenType.BYTE] * 256, *[TokenType.NORMAL] * len(words)]
     writer.add_token_types(kinds)

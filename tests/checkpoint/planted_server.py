@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -12,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from swa_jax.model.attention import cast_parameters
+from swa_jax.model.attention import LayerData, cast_parameters, kinds_of, layer_data
 from swa_jax.model.decoder import Decoder
+from swa_jax.model.layer_types import FULL, WINDOW
 
 ROWS, WIDTH = 8, 72  # of every computation, so that one program serves all requests
 
@@ -32,7 +34,7 @@ class Planted:
 
     model: Decoder
     padding: str = ""
-    positions: Callable[[np.ndarray], np.ndarray] | None = None
+    positions: Callable[[np.ndarray], np.ndarray] = lambda t: t
     before: tuple[int, ...] = ()
     also: Callable[[np.ndarray], np.ndarray] = lambda x: x
 
@@ -41,25 +43,33 @@ class Planted:
         rows = [[*self.before, *prompt] for prompt in prompts]
         longest = max(map(len, rows))
         starts = [longest - len(row) if self.padding else 0 for row in rows]
-        tokens, segments = np.zeros((ROWS, WIDTH), np.int32), np.zeros((ROWS, WIDTH), np.int32)
+        tokens, segments = np.zeros((ROWS, WIDTH), np.int32), np.ones((ROWS, WIDTH), np.int32)
+        positions = np.tile(np.arange(WIDTH, dtype=np.int32), (ROWS, 1))
         for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
             tokens[i, start : start + len(row)] = row
-            segments[i, start : start + len(row)] = 1
-        visible = jnp.asarray(segments) if self.padding == "masked" else None
-        positions = None
-        if self.positions is not None:
-            positions = jnp.asarray(np.tile(self.positions(np.arange(WIDTH)), (ROWS, 1)).astype(np.int32))
-        logits = forward(self.model, jnp.asarray(tokens), visible, positions)
-        found = np.asarray(jax.nn.log_softmax(logits))
+            if self.padding == "masked":
+                segments[i], positions[i] = positions[i] >= start, positions[i] - start
+        found = np.asarray(forward(*self.program, tokens, segments, self.positions(positions)))
         return [
             self.also(found[i, start + len(self.before) : start + len(row)])
             for i, (row, start) in enumerate(zip(rows, starts, strict=True))
         ]
 
+    @functools.cached_property
+    def program(self) -> tuple[nnx.GraphDef, nnx.State, LayerData]:
+        """Full and windowed layers are data: patterns of these that agree in the rest are one program."""
+        model, pattern, kinds = self.model, self.model.pattern, ()
+        if pattern.sliding_window is not None and {*pattern.layer_types} <= {FULL, WINDOW}:
+            alike = dataclasses.replace(pattern, layer_types=(FULL, *[WINDOW] * (pattern.num_layers - 1)))
+            model, kinds = model.with_pattern(alike), kinds_of(alike)
+        return *nnx.split(model), layer_data(pattern, model.config, kinds)
 
-@nnx.jit
-def forward(model, tokens, segments, positions):
-    return model(tokens, segment_ids=segments, positions=positions)
+
+@functools.partial(jax.jit, static_argnums=0)
+def forward(graph, weights, data, tokens, segments, positions):
+    model = nnx.merge(graph, weights)
+    hidden, _ = model.features(tokens, segment_ids=segments, positions=positions, data=data)
+    return jax.nn.log_softmax(model.logits(hidden))
 
 
 def with_config(model: Decoder, **fields) -> Decoder:

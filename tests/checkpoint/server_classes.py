@@ -22,18 +22,14 @@ def _even(hf):
 def transformers(hf):
     """transformers 5.23; these classes make the mask of windows also where no layer has one, and fail without one."""
     (architecture,) = hf["architectures"]
-    if architecture.removesuffix("ForCausalLM") in (
-        "Gemma2",
-        "Gemma3",
-        "Ministral",
-        "Olmo3",
-        "Cohere2",
-        "GptOss",
-        "Cwm",
-        "GraniteSWA",
-        "VaultGemma",
-    ):
+    wants = ["Gemma2", "Gemma3", "Ministral", "Olmo3", "Cohere2", "GptOss", "Cwm", "GraniteSWA", "VaultGemma"]
+    if architecture.removesuffix("ForCausalLM") in wants:
         assert isinstance(hf["sliding_window"], int), "the class fails at its first token"
+
+
+# Classes that vLLM runs as TransformersForCausalLM.
+BY_TRANSFORMERS = {"Olmo2", "Olmo3", "SmolLM3", "Ministral", "Mellum", "Cwm", "SeedOss", "Starcoder2", "VaultGemma"}
+BY_TRANSFORMERS |= {"GraniteSWA"}
 
 
 def _vllm_cache_window(hf):
@@ -52,33 +48,16 @@ def _vllm_cache_window(hf):
 def vllm(hf):
     (architecture,) = hf["architectures"]
     common = _vllm_cache_window(hf)
-    windows = {
-        "LlamaForCausalLM": _by_layer_types,
-        "MistralForCausalLM": _by_layer_types,
-        "Phi3ForCausalLM": _by_layer_types,
-        "Gemma2ForCausalLM": _by_layer_types,
-        "Gemma3ForCausalLM": _by_layer_types,
-        "Exaone4ForCausalLM": _by_layer_types,
-        "GraniteForCausalLM": _by_layer_types,
-        "Cohere2ForCausalLM": lambda hf: _by_layer_types(hf, surplus=1),
-        "CohereForCausalLM": _full,
-        "Qwen2ForCausalLM": _full,
-        "Qwen3ForCausalLM": _full,
-        "GptOssForCausalLM": _even,
-        "Qwen3MoeForCausalLM": _full,
-        "MixtralForCausalLM": _full,
-        "Olmo2ForCausalLM": _by_layer_types,  # TransformersForCausalLM, as those below
-        "Olmo3ForCausalLM": _by_layer_types,
-        "SmolLM3ForCausalLM": _by_layer_types,
-        "MinistralForCausalLM": _by_layer_types,
-        "MellumForCausalLM": _by_layer_types,
-        "CwmForCausalLM": _by_layer_types,
-        "SeedOssForCausalLM": _by_layer_types,
-        "Starcoder2ForCausalLM": _by_layer_types,
-        "VaultGemmaForCausalLM": _by_layer_types,
-        "GraniteSWAForCausalLM": _by_layer_types,
-        "ApertusForCausalLM": _by_layer_types,
-    }[architecture](hf)
+    name = architecture.removesuffix("ForCausalLM")
+    if (
+        name in ["Llama", "Mistral", "Phi3", "Gemma2", "Gemma3", "Exaone4", "Granite", "Apertus"]
+        or name in BY_TRANSFORMERS
+    ):
+        windows = _by_layer_types(hf)
+    elif name in ["Cohere", "Qwen2", "Qwen3", "Qwen3Moe", "Mixtral"]:
+        windows = _full(hf)
+    else:
+        windows = {"Cohere2": lambda hf: _by_layer_types(hf, surplus=1), "GptOss": _even}[name](hf)
     if architecture == "GraniteForCausalLM" and hf.get("layer_types") is not None:
         assert hf.get("attention_sinks") is False, "the class would want sink logits"
     if architecture == "Qwen2ForCausalLM" and len(set(hf.get("layer_types") or [])) > 1:
@@ -98,16 +77,8 @@ def tpu_inference(hf):
 def sglang(hf):
     """sglang 0.5.10; a native class unless its flags say otherwise. Windows count the query's own key."""
     (architecture,) = hf["architectures"]
-    native = {
-        "LlamaForCausalLM": _full,
-        "MistralForCausalLM": _full,
-        "Qwen2ForCausalLM": _full,
-        "Qwen3ForCausalLM": _full,
-        "GraniteForCausalLM": _full,
-        "Phi3ForCausalLM": _full,
-        "CohereForCausalLM": _full,
-        "Starcoder2ForCausalLM": _full,
-        "ApertusForCausalLM": _full,
+    plain = ["Llama", "Mistral", "Qwen2", "Qwen3", "Granite", "Phi3", "Cohere", "Starcoder2", "Apertus"]
+    native = dict.fromkeys((f"{name}ForCausalLM" for name in plain), _full) | {
         "Olmo2ForCausalLM": lambda hf: _by_layer_types(hf) if "sliding_window" in hf else _full(hf),
         "Gemma2ForCausalLM": lambda hf: _even(hf) if hf.get("sliding_window") else _full(hf),
         "Gemma3ForCausalLM": _by_layer_types,

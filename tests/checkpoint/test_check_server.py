@@ -16,7 +16,7 @@ from flax import nnx
 from planted_server import Planted, in_bfloat16, serving, with_config, with_noise
 
 from swa_jax.checkpoint import check_server
-from swa_jax.checkpoint.canary import Size, plan_size, write_canary
+from swa_jax.checkpoint.canary import Size, choose_size, write_canary
 from swa_jax.checkpoint.folder import load_model, open_checkpoint, save_model
 from swa_jax.checkpoint.readings import readings_of
 from swa_jax.checkpoint.served_cache import Memory
@@ -35,7 +35,7 @@ RICH = dataclasses.replace(
     rope_scaling=RopeScaling("linear", 4.0),
     max_position_embeddings=128,
 )
-SHORT = dataclasses.replace(tiny_models.SOFTMAX, max_position_embeddings=128)
+SHORT = dataclasses.replace(tiny_models.SOFTMAX, attention_bias=False, qk_norm=False, max_position_embeddings=128)
 MODELS = {
     "rich": (RICH, tiny_models.make("FwwF")),
     "sink tokens": (SHORT, tiny_models.make("wwFw", num_sink_tokens=3)),
@@ -132,15 +132,11 @@ FAULTS = [
 def sweep(rows):
     """One model in `make test`, whose readings are fewer to compile, and one in `make test-slow`."""
     when = {"sink tokens": (), "rich": pytest.mark.slow}
-    return [pytest.param(*row, id="-".join(row[:2]), marks=when.get(row[0], pytest.mark.long)) for row in rows]
-
-
-@pytest.mark.parametrize(("model", "name", "fault"), sweep(FAULTS))
-def test_a_planted_fault_is_named(exported, model, name, fault):
-    folder, right, _ = exported(model)
-    code, found = check(folder, fault(right))
-    assert (code, found["nearest"]) == (check_server.WRONG, name), found["sentence"]
-    assert found["sentence"].startswith("wrong: ")
+    names = ["-".join(part if isinstance(part, str) else part.__name__ for part in row) for row in rows]
+    return [
+        pytest.param(*row, id=name.removesuffix("-<lambda>"), marks=when.get(row[0], pytest.mark.long))
+        for row, name in zip(rows, names, strict=True)
+    ]
 
 
 # Faults that no reading has.
@@ -159,40 +155,49 @@ OTHERS = [
     ("rich", "other weights", lambda m: Planted(with_noise(m, 0.5))),
     ("sink tokens", "rope theta of nearly the right size", lambda m: Planted(with_config(m, rope_theta=11000.0))),
     ("sink tokens", "fewer sink tokens", lambda m: Planted(pattern_of(m, num_sink_tokens=1))),
-    ("sink tokens", "more sink tokens", lambda m: Planted(pattern_of(m, num_sink_tokens=4))),
     ("sink tokens", "positions that begin anew", lambda m: Planted(m, positions=lambda t: t % 16)),
     ("heads", "another head", lambda m: Planted(m.with_pattern(tiny_models.make("hhwh", ((0,), (0,), (), (1,)))))),
     ("full", "windows in one layer", lambda m: Planted(m.with_pattern(tiny_models.make("FwFF")))),
 ]
 
 
-@pytest.mark.parametrize(("model", "name", "fault"), sweep(OTHERS))
-def test_a_fault_that_no_reading_has_is_wrong(exported, model, name, fault):
+@pytest.mark.parametrize(("model", "name", "fault"), sweep(FAULTS + OTHERS))
+def test_a_planted_fault_is_named(exported, model, name, fault):
     folder, right, _ = exported(model)
     code, found = check(folder, fault(right))
     assert code == check_server.WRONG, found["sentence"]
     assert found["sentence"].startswith("wrong: ")
+    assert found["nearest"] == name or (model, name, fault) in OTHERS, found["sentence"]
 
 
 def five_digits(x):
     return np.vectorize(lambda value: float(f"{value:.5g}"))(x)
 
 
-@pytest.mark.parametrize(("model", "speaks"), sweep([(m, s) for m in MODELS for s in check_server.APIS]))
-def test_a_right_server_is_right_however_it_is_asked(exported, model, speaks):
-    folder, right, _ = exported(model)
-    for planted in (Planted(right, also=five_digits), Planted(right, padding="masked")):
-        code, found = check(folder, planted, speaks)
-        assert (code, found["asked_by"]) == (check_server.RIGHT, speaks), found["sentence"]
-        assert found["sentence"].startswith("right: ")
+def rounded(model):
+    return Planted(in_bfloat16(model))
 
 
-@pytest.mark.parametrize(("model", "speaks"), sweep([(m, s) for m in MODELS for s in ("vllm", "top")]))
-def test_a_right_server_in_bfloat16_is_right(exported, model, speaks):
+def unrounded(model):
+    return Planted(model, also=five_digits)
+
+
+def padded(model):
+    return Planted(model, padding="masked")
+
+
+HOW = [(s, how) for s in check_server.APIS for how in (unrounded, padded)] + [("vllm", rounded), ("top", rounded)]
+
+
+@pytest.mark.parametrize(
+    ("model", "speaks", "how"), sweep([(model, speaks, how) for model in MODELS for speaks, how in HOW])
+)
+def test_a_right_server_is_right_however_it_is_asked(exported, model, speaks, how):
     folder, right, _ = exported(model)
-    code, found = check(folder, Planted(in_bfloat16(right)), speaks)
-    assert code == check_server.RIGHT, found["sentence"]
-    assert found["differences"]["right"] > 1e-4, "it rounds"
+    code, found = check(folder, how(right), speaks)
+    assert (code, found["asked_by"]) == (check_server.RIGHT, speaks), found["sentence"]
+    assert found["sentence"].startswith("right: ")
+    assert how is not rounded or found["differences"]["right"] > 1e-4, "it rounds"
 
 
 @pytest.mark.parametrize(
@@ -259,11 +264,14 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def test_the_verdict_comes_with_what_the_cache_takes(exported, tmp_path, capsys):
     """An export for a server counts its cache, in the receipt too, and the script repeats it."""
-    folder, right, _ = exported("full")
+    folder, right, note = exported("sink tokens")
+    assert "the log-probabilities that this model gives to 8 texts of up to 64 tokens" in note
+    said = r"Its \d+ values together show \d+ mistakes that servers make\. The hardest to see \(.+\) changes a value by"
+    assert re.search(said, note)
     counted = Memory(RICH, {}, 1024, "vllm").steps
     assert counted.startswith("At 64 batched tokens")
     canary = json.loads((folder / "canary.json").read_text())
-    assert canary["counted"] == ""  # full attention, and no server
+    assert canary["counted"] == ""  # no server
     (tmp_path / "canary.json").write_text(json.dumps(canary | {"counted": counted}))
     with serving(Planted(right)) as url:
         check_server.main(["--canary", str(tmp_path / "canary.json"), "--url", url])
@@ -271,13 +279,6 @@ def test_the_verdict_comes_with_what_the_cache_takes(exported, tmp_path, capsys)
         _, found = answer(tmp_path, "--url", url, "--json")
     assert said.endswith(f".\n{counted}\n")
     assert found["counted"] == counted
-
-
-def test_what_the_export_says(exported):
-    _, _, note = exported("sink tokens")
-    assert "the log-probabilities that this model gives to 8 texts of up to 64 tokens" in note
-    said = r"Its \d+ values together show \d+ mistakes that servers make\. The hardest to see \(.+\) changes a value by"
-    assert re.search(said, note)
 
 
 QWEN3 = ModelConfig(
@@ -299,7 +300,7 @@ QWEN3 = ModelConfig(
 def test_the_cost_of_a_canary_is_bounded(window, budget, expected):
     pattern = AttentionPattern.from_recipe("interleave-1-in-4", QWEN3, sliding_window=window)
     readings = readings_of(QWEN3, pattern, {})
-    assert plan_size(QWEN3, pattern, readings, budget) == expected
+    assert choose_size(QWEN3, pattern, readings, budget) == expected
     smallest = Size(2, 2, 2560, True)
     assert {"right", "padding"} <= {one.name for one in smallest.computed(readings)} < {one.name for one in readings}
 

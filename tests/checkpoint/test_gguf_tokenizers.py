@@ -6,12 +6,11 @@ from pathlib import Path
 import gguf
 import pytest
 from gguf_files import write_byte_level, write_gguf, write_sentencepiece
+from golden_models import GOLDEN
 
 from swa_jax.base.errors import CheckpointError, ConfigError
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
-
-GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 @pytest.fixture
@@ -79,15 +78,12 @@ def test_sentencepiece_spaces_bytes_and_start(folder):
     assert tokenizer.decode(tokenizer.encode("abc é ab")) == "abc é ab"
     assert (tokenizer.start_ids, tokenizer.eos_id) == ([1], 2)
 
-
-def test_sentencepiece_without_a_space_in_front_and_without_a_start(folder):
-    def switched(writer):
+    def without(writer):
         writer.add_add_space_prefix(False)
         writer.add_add_bos_token(False)
 
-    tokenizer = load_tokenizer(folder(write_sentencepiece, switched))
-    assert pieces(tokenizer, "abc ab") == ["abc", "\u2581ab"]
-    assert tokenizer.start_ids == []
+    tokenizer = load_tokenizer(folder(write_sentencepiece, without))
+    assert (pieces(tokenizer, "abc ab"), tokenizer.start_ids) == (["abc", "\u2581ab"], [])
 
 
 def test_a_template_and_the_ends_of_a_reply(folder):

@@ -3,13 +3,13 @@
 import json
 import re
 import shutil
-import tracemalloc
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 import tokenizers
+from golden_models import GOLDEN, MODELS, bits_of, change_json, contents, files_of, hf_of, tensors_of, write_folder
 from safetensors.numpy import load_file, save_file
 from tokenizers import models
 
@@ -17,28 +17,14 @@ import swa_jax
 from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint import folder as checkpoint_module
 from swa_jax.checkpoint import safetensors_files as weights
-from swa_jax.checkpoint.families import model_config
 from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.safetensors_files import write_model
-from swa_jax.checkpoint.tensor_names import expected_tensors
 from swa_jax.model.layer_types import FULL, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+HF, TENSORS = hf_of("qwen2-full"), tensors_of("qwen2-full")
 Q_WEIGHT = "model.layers.1.self_attn.q_proj.weight"
-
-
-def edit_config(folder: Path, **keys) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
-
-
-def edit_tensors(folder: Path, changes: dict[str, np.ndarray | None]) -> None:
-    """Replace, add or (None) remove tensors of `model.safetensors`."""
-    tensors = load_file(folder / "model.safetensors") | changes
-    kept = {name: array for name, array in tensors.items() if array is not None}
-    save_file(kept, folder / "model.safetensors", {"format": "pt"})
 
 
 def assert_refused(source: Path | str, destination: Path, sentence: str, **options) -> None:
@@ -51,18 +37,15 @@ def assert_refused(source: Path | str, destination: Path, sentence: str, **optio
 # ---- import: refusals, each before anything is written ----
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
+QKV, EPS = "model.layers.1.self_attn.qkv_proj.weight", "model.layers.2.mlp.act_fn.eps"
+REFUSED = {
+    "qwen2-full": [
         (
             {"model.layers.1.self_attn.q_proj.weigth": np.zeros(3, np.float32)},
             "model.safetensors holds tensor 'model.layers.1.self_attn.q_proj.weigth', which a qwen2 model .*"
             f"did you mean '{Q_WEIGHT}'",
         ),
-        (
-            {"zzz": np.zeros(3, np.float32)},
-            "holds tensor 'zzz', which a qwen2 model with this config.json does not have$",
-        ),
+        ({"zzz": np.zeros(3, np.float32)}, "'zzz', which a qwen2 model with this config.json does not have$"),
         ({Q_WEIGHT: None}, f"the weights lack tensor '{Q_WEIGHT}'; config.json asks for 50 tensors in 4 layers"),
         ({Q_WEIGHT: None, "model.norm.weight": None}, f"lack tensor '{Q_WEIGHT}' and 1 more"),
         ({"model.embed_tokens.weight": None}, "lack tensor 'model.embed_tokens.weight'"),
@@ -78,14 +61,27 @@ def assert_refused(source: Path | str, destination: Path, sentence: str, **optio
         ),
         (
             {"model.layers.0.self_attn.router.proj.weight": np.zeros((1, 36), np.float32)},
-            "lack tensor 'model.layers.0.self_attn.router.proj.bias' and 6 more|"
-            "lack tensor 'model.layers.1.self_attn.router.proj.weight' and 6 more",
+            r"lack tensor 'model.layers.\d.self_attn.router.proj.\w+' and 6 more",
         ),
     ],
+    "phi3-full": [  # joined tensors are named as they are stored
+        ({QKV: np.zeros((59, 36), np.float32)}, r"has shape \[59, 36\], config.json asks for \[60, 36\]"),
+        ({QKV: None}, "the weights lack tensor '.*qkv"),
+    ],
+    "apertus-full": [  # numbers that the decoder knows
+        ({EPS: np.asarray(-1e-5, np.float32)}, f"'{EPS}' in model.safetensors is -1e-05; supported: -1e-06, as in all"),
+        ({EPS: np.full(1, -1e-6, np.float32)}, r"act_fn.eps' .* has shape \[1\], config.json asks for \[\]"),
+        ({EPS: np.asarray(-1, np.int32)}, "act_fn.eps' in model.safetensors has dtype I32"),
+        ({EPS: None}, f"the weights lack tensor '{EPS}'"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "sentence"), [(model, *row) for model, rows in REFUSED.items() for row in rows]
 )
-def test_tensors_that_do_not_fit_are_refused(source, destination, changes, sentence):
-    edit_tensors(source, changes)
-    assert_refused(source, destination, sentence)
+def test_tensors_that_do_not_fit_are_refused(tmp_path, destination, model, changes, sentence):
+    assert_refused(write_folder(tmp_path / "source", hf_of(model), tensors_of(model) | changes), destination, sentence)
 
 
 def test_configurations_and_patterns_that_do_not_fit_are_refused(source, destination):
@@ -93,7 +89,7 @@ def test_configurations_and_patterns_that_do_not_fit_are_refused(source, destina
     assert_refused(
         source, destination, "'widow' is neither a recipe nor a .json file; did you mean 'window'?", pattern="widow"
     )
-    edit_config(source, model_type="mamba")
+    change_json(source / "config.json", model_type="mamba")
     assert_refused(source, destination, "model_type 'mamba' is not supported")
     (source / "config.json").write_text("{")
     assert_refused(source, destination, "config.json is not valid JSON")
@@ -152,7 +148,7 @@ def test_a_destination_in_use_is_refused(source, destination):
 
 
 def test_an_import_keeps_config_pattern_and_tokenizer(source, destination):
-    edit_config(source, a_key_of_its_own={"x": [1, None]})
+    change_json(source / "config.json", a_key_of_its_own={"x": [1, None]})
     words = models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>")
     tokenizers.Tokenizer(words).save(str(source / "tokenizer.json"))
     (source / "merges.txt").write_text("a b")
@@ -174,78 +170,38 @@ def test_an_import_keeps_config_pattern_and_tokenizer(source, destination):
 
 
 def test_redundant_tensors_are_left_out(source, destination):
-    head = load_file(source / "model.safetensors")["model.embed_tokens.weight"]
-    buffer = np.zeros(3, np.float32)
-    edit_tensors(source, {"lm_head.weight": head, "model.layers.2.self_attn.rotary_emb.inv_freq": buffer})
-    import_model(source, destination)
-    stored = checkpoint_module.open_checkpoint(destination).tensors
-    assert set(stored) == set(load_file(GOLDEN / "qwen2-full" / "model.safetensors"))
+    head, buffer = TENSORS["model.embed_tokens.weight"], np.zeros(3, np.float32)
+    more = {"lm_head.weight": head, "model.layers.2.self_attn.rotary_emb.inv_freq": buffer}
+    import_model(write_folder(source, HF, TENSORS | more), destination)
+    assert contents(destination).keys() == TENSORS.keys()
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_half_precision_weights_stay_as_they_are(source, destination, dtype):
-    original = {name: array.astype(dtype) for name, array in load_file(source / "model.safetensors").items()}
-    save_file(original, source / "model.safetensors")
-    import_model(source, destination)
-    opened = checkpoint_module.open_checkpoint(destination)
-    for name, array in opened.read(list(original)):
-        assert array.dtype == dtype
-        assert array.tobytes() == original[name].tobytes()
+    original = {name: array.astype(dtype) for name, array in TENSORS.items()}
+    import_model(write_folder(source, HF, original), destination)
+    assert bits_of(contents(destination)) == bits_of(original)
     model = swa_jax.load_model(destination)
     assert model.embedding[...].dtype == model.layers.attention.q_proj.kernel[...].dtype == dtype
     kernel = original[Q_WEIGHT].T
     np.testing.assert_array_equal(np.asarray(model.layers.attention.q_proj.kernel[...])[1], kernel)
 
 
-@pytest.mark.slow
-def test_an_import_holds_one_tensor_at_a_time(tmp_path, destination, monkeypatch):
-    """Peak Python memory (numpy's arrays included) stays near the largest tensor, whatever the depth."""
-    source = tmp_path / "deep"
-    source.mkdir()
-    config = {"model_type": "llama", "vocab_size": 64, "hidden_size": 128, "intermediate_size": 1024}
-    config |= {"num_hidden_layers": 10, "num_attention_heads": 4}
-    (source / "config.json").write_text(json.dumps(config))
-    shapes = expected_tensors(model_config(config))
-    save_file({name: np.ones(shape, np.float32) for name, shape in shapes.items()}, source / "model.safetensors")
-    total = (source / "model.safetensors").stat().st_size
-    largest = 4 * 128 * 1024
-    assert total > 30 * largest
-    monkeypatch.setattr(weights, "PART_BYTES", largest)
-    import_model(GOLDEN / "qwen2-full", tmp_path / "warm-up")
-    tracemalloc.start()
-    try:
-        import_model(source, destination)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.reset_peak()
-        before = tracemalloc.get_traced_memory()[0]
-        opened = checkpoint_module.open_checkpoint(destination)
-        for _ in opened.read(list(opened.tensors)):
-            pass
-        reading = tracemalloc.get_traced_memory()[1] - before
-    finally:
-        tracemalloc.stop()
-    assert peak < 6 * largest, f"{peak / 2**20:.1f} MB for a model of {total / 2**20:.1f} MB"
-    assert reading < 6 * largest, f"{reading / 2**20:.1f} MB for a model of {total / 2**20:.1f} MB"
-
-
 # ---- export ----
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
+FAST = {"qwen3-full", "cohere2-hybrid", "phi3-window", "apertus-full"}
+FAST |= {"qwen3-moe-window", "gpt-oss-hybrid", "granitemoe-swa-hybrid"}
 
 
-FAST = ("mistral-window", "qwen3-full", "qwen3-hybrid", "cohere2-hybrid", "phi3-window")
-CASES = sorted(file.parent.name for file in GOLDEN.glob("*/golden.safetensors"))
-
-
-@pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
+@pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in MODELS])
 def test_export_gives_back_what_was_imported(tmp_path, case):
+    """From the model in memory too, where layers and experts are stacked."""
     checkpoint = import_model(GOLDEN / case, tmp_path / "checkpoint")
-    exported = export_model(checkpoint, tmp_path / "exported", canary=False)
-    original = {n: a for f in (GOLDEN / case).glob("model*.safetensors") for n, a in load_file(f).items()}
-    again = load_file(exported / "model.safetensors")
-    assert {name: array.tobytes() for name, array in again.items()} == {n: a.tobytes() for n, a in original.items()}
+    saved = checkpoint_module.save_model(swa_jax.load_model(checkpoint), tmp_path / "saved", hf_config=hf_of(case))
+    exported, other = (export_model(c, tmp_path / f"of {c.name}", canary=False) for c in (checkpoint, saved))
+    original = bits_of(tensors_of(case))
+    assert bits_of(tensors_of(exported)) == bits_of(tensors_of(other)) == original
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (GOLDEN / case, exported))
     before.pop("max_window_layers", None)  # `layer_types` says it in full
     assert {key: after[key] for key in before} == before
@@ -262,11 +218,21 @@ def test_export_in_shards(tmp_path, monkeypatch):
     assert len(shards) > 3
     assert {shard.name for shard in shards} == set(index["weight_map"].values())
     assert all(sum(a.nbytes for a in load_file(shard).values()) <= 60_000 for shard in shards)
-    original = load_file(GOLDEN / "qwen3-hybrid" / "model.safetensors")
+    original = tensors_of("qwen3-hybrid")
     assert index["metadata"]["total_size"] == sum(array.nbytes for array in original.values())
-    again = {name: array for shard in shards for name, array in load_file(shard).items()}
-    assert {name: array.tobytes() for name, array in again.items()} == {n: a.tobytes() for n, a in original.items()}
+    assert bits_of(tensors_of(exported)) == bits_of(original)
     swa_jax.load_model(import_model(exported, tmp_path / "again"))
+
+
+def test_a_pattern_that_the_family_cannot_say_goes_out_apart(tmp_path, caplog):
+    """Phi-3 knows one window for all layers. Ministral computes the same and knows layer types, with tensors apart."""
+    pattern = AttentionPattern((FULL, WINDOW, WINDOW, FULL), 8)
+    checkpoint = import_model(GOLDEN / "phi3-full", tmp_path / "checkpoint", pattern=pattern)
+    exported = export_model(checkpoint, tmp_path / "exported", canary=False)
+    assert "model_type changed from phi3 to ministral" in caplog.text
+    assert json.loads((exported / "config.json").read_text())["model_type"] == "ministral"
+    assert bits_of(tensors_of(exported)) == bits_of(contents(checkpoint))  # nothing is joined
+    assert checkpoint_module.open_checkpoint(import_model(exported, tmp_path / "again")).pattern == pattern
 
 
 def test_a_pattern_hugging_face_cannot_express_survives(tmp_path, caplog):
@@ -285,12 +251,10 @@ def test_a_pattern_hugging_face_cannot_express_survives(tmp_path, caplog):
 
 
 def test_mixed_dtypes_are_exported_aligned(source, tmp_path):
-    halves = {n: a.astype(np.float16) for n, a in load_file(source / "model.safetensors").items() if "norm" not in n}
-    edit_tensors(source, halves)
+    mixed = {name: a if "norm" in name else a.astype(np.float16) for name, a in TENSORS.items()}
+    write_folder(source, HF, mixed)
     exported = export_model(import_model(source, tmp_path / "checkpoint"), tmp_path / "exported", canary=False)
-    assert {name: a.dtype for name, a in load_file(exported / "model.safetensors").items()} == {
-        name: a.dtype for name, a in load_file(source / "model.safetensors").items()
-    }
+    assert bits_of(tensors_of(exported)) == bits_of(mixed)
     assert swa_jax.load_model(tmp_path / "checkpoint").layers.mlp.up_proj.kernel[...].dtype == np.float32
 
 

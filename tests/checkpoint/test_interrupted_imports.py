@@ -5,14 +5,12 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from golden_models import GOLDEN, change_json, files_of, hf_of, tensors_of, write_folder
 
 import swa_jax
 from swa_jax.base import files
@@ -22,6 +20,8 @@ from swa_jax.checkpoint import folder as checkpoint_module
 from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.safetensors_files import TensorReader
+
+HF, TENSORS = hf_of("qwen2-full"), tensors_of("qwen2-full")
 
 
 def breaks(monkeypatch, after: int, error: BaseException) -> list[str]:
@@ -38,20 +38,33 @@ def breaks(monkeypatch, after: int, error: BaseException) -> list[str]:
     return seen
 
 
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 @pytest.mark.parametrize(
-    ("after", "error"),
+    ("fault", "error"),
     [
-        (0, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
+        (0, FULL),
         (1, OSError(errno.EIO, "I/O error")),
         (7, MemoryError()),
         (7, SystemExit(1)),
+        ("fsync", FULL),
+        ("replace", FULL),
+        ("check", FULL),  # beside the writing
     ],
 )
-def test_a_failed_import_leaves_nothing(source, destination, monkeypatch, after, error):
+def test_a_failed_import_leaves_nothing(source, destination, monkeypatch, fault, error):
+    def refuse(*_):
+        raise error
+
     with monkeypatch.context() as patch:
-        breaks(patch, after, error)
-        with pytest.raises(type(error)):
+        if isinstance(fault, int):
+            breaks(patch, fault, error)
+        else:
+            patch.setattr(hf_import.CheckedSource if fault == "check" else os, fault, refuse)
+        with pytest.raises(type(error)) as caught:
             import_model(source, destination)
+    assert error is not FULL or "the disk is full" in str(sentence(caught.value))
     assert list(destination.parent.iterdir()) == []
     swa_jax.load_model(import_model(source, destination))
 
@@ -75,66 +88,51 @@ def test_an_interrupted_import_goes_on(source, destination, monkeypatch, error):
     assert 0 < len(again) < 50
     assert not partial.exists()
     swa_jax.load_model(destination)
-    assert_same_folder(destination, import_model(source, destination.with_name("straight")))
+    assert files_of(destination) == files_of(import_model(source, destination.with_name("straight")))
 
 
-def assert_same_folder(one: Path, other: Path) -> None:
-    left, right = ({f.relative_to(d): f.read_bytes() for f in d.rglob("*") if f.is_file()} for d in (one, other))
-    assert left == right
+def edit_weights(source: Path) -> None:
+    write_folder(source, HF, {name: np.ascontiguousarray(array[::-1]) for name, array in TENSORS.items()})
+    os.utime(source / "model.safetensors", ns=(1, 1))
 
 
-def edit_pattern(source: Path) -> dict:
-    return {"pattern": "window"}
+EDITS = {
+    "pattern": lambda source: None,
+    "config": lambda source: change_json(source / "config.json", rope_theta=77.0),
+    "weights": edit_weights,
+}
 
 
-def edit_config(source: Path) -> dict:
-    hf = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(hf | {"rope_theta": 77.0}))
-    return {}
-
-
-def edit_weights(source: Path) -> dict:
-    file = source / "model.safetensors"
-    tensors = {name: np.ascontiguousarray(array[::-1]) for name, array in load_file(file).items()}
-    save_file(tensors, file, {"format": "pt"})
-    os.utime(file, ns=(1, 1))
-    return {}
-
-
-@pytest.mark.parametrize("edit", [edit_pattern, edit_config, edit_weights])
+@pytest.mark.parametrize("edit", EDITS)
 def test_what_an_interrupted_import_of_something_else_left_is_not_used(source, destination, monkeypatch, edit):
     monkeypatch.setattr(checkpoint_module, "SHARD_BYTES", 20_000)
     with monkeypatch.context() as patch:
         breaks(patch, 20, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             import_model(source, destination)
-    options = edit(source)
+    EDITS[edit](source)
+    options = {"pattern": "window"} if edit == "pattern" else {}
     import_model(source, destination, **options)
-    assert_same_folder(destination, import_model(source, destination.with_name("straight"), **options))
+    assert files_of(destination) == files_of(import_model(source, destination.with_name("straight"), **options))
 
 
-KILLED = """
-import os, sys
-from swa_jax.checkpoint import hf_import, safetensors_files
-reader, count = safetensors_files.TensorReader, int(sys.argv[3])
-parts = reader.parts
-def dying(self, *arguments):
-    global count
-    count -= 1
-    if count < 0:
-        os._exit(9)
-    return parts(self, *arguments)
-reader.parts = dying
-hf_import.import_model(sys.argv[1], sys.argv[2])
-"""
-
-
-def test_a_killed_import_can_be_run_again(source, destination):
-    done = subprocess.run([sys.executable, "-c", KILLED, source, destination, "2"], env=os.environ.copy())
-    assert done.returncode == 9
+def test_a_killed_import_can_be_run_again(source, destination, monkeypatch, tmp_path):
+    """What a kill leaves is what lies there at that moment, without any cleaning up."""
     partial = destination.with_name("checkpoint.partial")
-    assert any(partial.rglob("weights*"))
-    assert not destination.exists()
+    parts, left = TensorReader.parts, iter(range(2, -1, -1))
+
+    def dying(reader, *arguments) -> Iterator:
+        if next(left) == 0:
+            shutil.copytree(partial, tmp_path / "left")
+            raise OSError("stops this process, too")
+        return parts(reader, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TensorReader, "parts", dying)
+        with pytest.raises(OSError, match="stops this"):
+            import_model(source, destination)
+    shutil.move(tmp_path / "left", partial)
+    assert any(partial.rglob("*.safetensors.partial"))
     swa_jax.load_model(import_model(source, destination))
     assert not partial.exists()
 
@@ -180,8 +178,14 @@ def test_an_import_that_is_done_is_not_done_again(source, destination, monkeypat
         import_model(source, destination)
 
 
-def test_two_imports_of_one_destination_do_not_meet(source, destination):
+def test_what_others_have_in_the_way_is_left_alone(source, destination):
     partial = destination.with_name("checkpoint.partial")
+    partial.mkdir(parents=True)
+    (partial / "thesis.tex").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"checkpoint.partial is in the way"):
+        import_model(source, destination)
+    assert (partial / "thesis.tex").read_text() == "mine"
+    shutil.rmtree(partial)
     with files.new_folder(destination, "the first"):
         (partial / "weights").mkdir()
         with pytest.raises(CheckpointError, match=r"another process is writing .*checkpoint\.partial"):
@@ -189,20 +193,11 @@ def test_two_imports_of_one_destination_do_not_meet(source, destination):
         assert (partial / "weights").is_dir()
 
 
-def test_a_folder_of_somebody_else_is_not_cleared_away(source, destination):
-    partial = destination.with_name("checkpoint.partial")
-    partial.mkdir(parents=True)
-    (partial / "thesis.tex").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"checkpoint.partial is in the way"):
-        import_model(source, destination)
-    assert (partial / "thesis.tex").read_text() == "mine"
-
-
 # ---- the disk ----
 
 
 def test_a_disk_without_room_is_found_before_anything_is_written(source, destination, monkeypatch):
-    size = sum(array.nbytes for array in load_file(source / "model.safetensors").values())
+    size = sum(array.nbytes for array in TENSORS.values())
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=size - 1))
     with pytest.raises(CheckpointError, match=r"has 0\.00 GB left, and 0\.00 GB are needed: make room"):
@@ -210,25 +205,6 @@ def test_a_disk_without_room_is_found_before_anything_is_written(source, destina
     assert not destination.parent.exists()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=size))
     import_model(source, destination)
-
-
-@pytest.mark.parametrize("fault", ["fsync", "replace", "write"])
-def test_a_disk_that_is_full_in_the_end_is_one_sentence(source, destination, monkeypatch, fault):
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def refuse(*_):
-        raise full
-
-    with monkeypatch.context() as patch:
-        if fault == "write":
-            patch.setattr(hf_import.ImportPlan, "check", refuse)  # called beside the writing
-        else:
-            patch.setattr(os, fault, refuse)
-        with pytest.raises(OSError, match="No space") as caught:
-            import_model(source, destination)
-    assert "the disk is full" in str(sentence(caught.value))
-    assert list(destination.parent.iterdir()) == []
-    swa_jax.load_model(import_model(source, destination))
 
 
 # ---- values ----
@@ -247,15 +223,14 @@ def test_a_disk_that_is_full_in_the_end_is_one_sentence(source, destination, mon
 )
 def test_weights_that_are_no_numbers_are_refused_by_name(monkeypatch, source, destination, dtype, value):
     monkeypatch.setattr(finite, "CHECKED_AT_ONCE", 64)
-    file, name = source / "model.safetensors", "model.layers.2.mlp.up_proj.weight"
-    tensors = {key: array.astype(dtype) for key, array in load_file(file).items()}
+    name, tensors = "model.layers.2.mlp.up_proj.weight", {key: a.astype(dtype) for key, a in TENSORS.items()}
     largest = np.full((2, 2), np.finfo(np.float32).max if dtype == "float32" else 60000, dtype)
     tensors[name][:2, :2] = largest
-    save_file(tensors, file, {"format": "pt"})
+    write_folder(source, HF, tensors)
     import_model(source, destination)
     shutil.rmtree(destination)
     tensors[name][-1, -1] = value
-    save_file(tensors, file, {"format": "pt"})
+    write_folder(source, HF, tensors)
     with pytest.raises(CheckpointError, match=f"'{name}' in model.safetensors holds NaN or infinity") as caught:
         import_model(source, destination)
     assert "\n" not in str(caught.value)
@@ -265,45 +240,48 @@ def test_weights_that_are_no_numbers_are_refused_by_name(monkeypatch, source, de
 # ---- the manifest ----
 
 
-def test_an_edited_config_is_read_with_a_warning(source, destination, caplog):
-    import_model(source, destination)
-    open_checkpoint(destination)
-    assert not caplog.records
-    file = destination / "config.json"
-    hf = json.loads(file.read_text())
-    file.write_text(json.dumps(hf, indent=7))  # says the same
-    open_checkpoint(destination)
-    assert not caplog.records
-    file.write_text(json.dumps(hf | {"rms_norm_eps": 1e-3}))
-    assert open_checkpoint(destination).config.rms_norm_eps == 1e-3
-    assert "config.json was edited after it was written" in caplog.text
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory) -> Path:
+    return import_model(GOLDEN / "qwen2-full", tmp_path_factory.mktemp("imported") / "model")
+
+
+@pytest.fixture
+def folder(imported, tmp_path) -> Path:
+    """A copy of an import that a test may damage."""
+    return shutil.copytree(imported, tmp_path / "copy")
 
 
 @pytest.mark.parametrize("name", ["weights/model-2.safetensors", "weights/.hidden", "weights/more/x"])
-def test_files_that_the_manifest_does_not_list_are_refused(source, destination, name):
-    import_model(source, destination)
-    file = destination / name
-    file.parent.mkdir(exist_ok=True)
-    file.write_bytes(b"x")
+def test_files_that_the_manifest_does_not_list_are_refused(folder, name):
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes(b"x")
     with pytest.raises(CheckpointError, match=r"is not in manifest.json, .*: remove it"):
-        open_checkpoint(destination)
+        open_checkpoint(folder)
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "weights/../config.json", "weights/a/b", "", "pattern.json"])
-def test_a_manifest_that_lists_files_elsewhere_is_refused(source, destination, name):
-    import_model(source, destination)
-    file = destination / "manifest.json"
-    manifest = json.loads(file.read_text())
-    manifest["sha256"][name] = "0"
-    file.write_text(json.dumps(manifest))
+def test_a_manifest_that_lists_files_elsewhere_is_refused(folder, name):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change_json(folder / "manifest.json", sha256=manifest["sha256"] | {name: "0"})
     with pytest.raises(CheckpointError, match=r"lists '.*', which is no file of weights/"):
-        open_checkpoint(destination)
+        open_checkpoint(folder)
 
 
 @pytest.mark.parametrize("name", ["config.json", "pattern.json", "manifest.json", "weights/model.safetensors"])
-def test_a_pipe_is_not_waited_for(source, destination, name):
-    import_model(source, destination)
-    (destination / name).unlink()
-    os.mkfifo(destination / name)
+def test_a_pipe_is_not_waited_for(folder, name):
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
     with pytest.raises(CheckpointError, match=f"{name} is no regular file"):
-        open_checkpoint(destination)
+        open_checkpoint(folder)
+
+
+def test_an_edited_config_is_read_with_a_warning(folder, caplog):
+    open_checkpoint(folder)
+    file = folder / "config.json"
+    hf = json.loads(file.read_text())
+    file.write_text(json.dumps(hf, indent=7))  # says the same
+    open_checkpoint(folder)
+    assert not caplog.records
+    change_json(file, rms_norm_eps=1e-3)
+    assert open_checkpoint(folder).config.rms_norm_eps == 1e-3
+    assert "config.json was edited after it was written" in caplog.text

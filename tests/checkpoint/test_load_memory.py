@@ -1,6 +1,5 @@
 """What loading and importing take, measured in processes of their own."""
 
-import json
 import math
 import subprocess
 import sys
@@ -11,13 +10,12 @@ import numpy as np
 import pytest
 from gguf.constants import GGMLQuantizationType
 from gguf_files import write_gguf
-from safetensors.numpy import save_file
+from golden_models import GOLDEN, write_folder
 
 from swa_jax.checkpoint.families import model_config
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.tensor_names import expected_tensors
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 CONFIG = {
     "model_type": "llama",
     "vocab_size": 100_000,
@@ -56,10 +54,8 @@ pytestmark = [
 
 def write_source(folder, kind, **changes) -> dict:
     """A Hugging Face folder of CONFIG with `changes`; returns the shapes of its tensors."""
-    config = CONFIG | changes
-    (folder / "config.json").write_text(json.dumps(config))
-    shapes = expected_tensors(model_config(config))
-    save_file({name: np.full(shape, 0.01, kind) for name, shape in shapes.items()}, folder / "model.safetensors")
+    shapes = expected_tensors(model_config(CONFIG | changes))
+    write_folder(folder, CONFIG | changes, {name: np.full(shape, 0.01, kind) for name, shape in shapes.items()})
     return shapes
 
 
@@ -74,7 +70,6 @@ def peak_of(work: str, small: str, large: str) -> int:
 @pytest.mark.parametrize("tied", [True, False])
 def test_loading_takes_little_more_than_the_weights(tmp_path, tied):
     """Also where the embedding is most of the model."""
-    (tmp_path / "source").mkdir()
     shapes = write_source(tmp_path / "source", ml_dtypes.bfloat16, tie_word_embeddings=tied, dtype="bfloat16")
     weights = 2 * sum(map(math.prod, shapes.values()))
     assert weights > 250_000_000
@@ -83,9 +78,12 @@ def test_loading_takes_little_more_than_the_weights(tmp_path, tied):
     assert peak < 1.25 * weights, f"{peak / weights:.2f}"
 
 
-def test_importing_gguf_takes_a_part_of_the_largest_tensor(tmp_path):
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+def test_importing_takes_a_part_of_the_largest_tensor(tmp_path, kind):
     """Whose values, as f32, are 400 MB of 700."""
-    write_source(tmp_path, np.float32, tie_word_embeddings=True)
-    large = write_gguf(tmp_path / "large.gguf", tmp_path, GGMLQuantizationType.Q8_0)
-    small = write_gguf(tmp_path / "small.gguf", GOLDEN / "qwen3-full")
+    small, large = GOLDEN / "qwen3-full", tmp_path / "large"
+    write_source(large, np.float32, tie_word_embeddings=True)
+    if kind == "gguf":
+        large = write_gguf(tmp_path / "large.gguf", large, GGMLQuantizationType.Q8_0)
+        small = write_gguf(tmp_path / "small.gguf", small)
     assert peak_of("import_model", f"{small} {tmp_path}/a", f"{large} {tmp_path}/b") < 120_000_000

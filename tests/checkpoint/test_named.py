@@ -8,18 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import fails, run
+from fake_hub import in_cache
 from gguf_files import write_gguf
+from golden_models import GOLDEN, change_json, contents, logits
 from huggingface_hub import constants
 from safetensors.numpy import load_file, save_file
 
 import swa_jax
 from swa_jax.base.errors import ConfigError
-from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.named import model_folder
 
 ROOT = Path(__file__).parents[2]
-GOLDEN, ADAPTERS = ROOT / "tests" / "golden", Path(__file__).with_name("peft_adapters")
+ADAPTERS = Path(__file__).with_name("peft_adapters")
 CASES = sorted(folder.name for folder in ADAPTERS.iterdir())
 
 
@@ -31,27 +32,20 @@ def places(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def in_hub_cache(folder: Path, repository: str) -> None:
-    home, commit = Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}", "c" * 40
-    shutil.copytree(folder, home / "snapshots" / commit)
-    (home / "refs").mkdir()
-    (home / "refs" / "main").write_text(commit)
-
-
 def test_every_name_of_a_model_gives_the_same_model(tmp_path):
     golden = GOLDEN / "gemma3-hybrid"
-    in_hub_cache(golden, "someone/small")
+    in_cache(Path(constants.HF_HUB_CACHE), golden, "someone/small")
     (tmp_path / "parts").mkdir()
     write_gguf(tmp_path / "parts" / "a.gguf", golden, split_tensors=20)
     names = [import_model(golden, tmp_path / "checkpoint"), golden, "tests/golden/gemma3-hybrid", "someone/small"]
     tokens = load_file(golden / "golden.safetensors")["tokens"]
-    expected = np.asarray(swa_jax.load_model(names[0])(tokens))
+    expected = logits(swa_jax.load_model(names[0]), tokens)
     for name in names[1:]:
-        np.testing.assert_array_equal(swa_jax.load_model(name)(tokens), expected)
+        np.testing.assert_array_equal(logits(swa_jax.load_model(name), tokens), expected)
     parts = sorted((tmp_path / "parts").glob("*.gguf"))
     assert len(parts) > 2
     for part in parts:
-        np.testing.assert_allclose(swa_jax.load_model(part)(tokens), expected, atol=1e-5)
+        np.testing.assert_allclose(logits(swa_jax.load_model(part), tokens), expected, atol=1e-5)
     made = sorted(folder.name[:-13] for folder in (tmp_path / "ours" / "models").iterdir())
     # The folder's two names are one content, and so are the parts of a split file.
     assert made == ["a", "gemma3-hybrid", "someone--small"]
@@ -77,19 +71,13 @@ def test_what_is_imported_is_kept_until_its_content_changes(tmp_path):
     changed = model_folder(source, said.append)
     assert changed != first
     assert len(said) == 4
-    np.testing.assert_array_equal(
-        dict(open_checkpoint(changed).read(["model.norm.weight"]))["model.norm.weight"],
-        2 * weights["model.norm.weight"],
-    )
+    np.testing.assert_array_equal(contents(changed)["model.norm.weight"], 2 * weights["model.norm.weight"])
 
 
 @pytest.mark.parametrize("name", ["nowhere", "./no/where", "nothing.gguf", "/absent/model", "chain"])
 def test_what_is_no_model_is_told_what_is_one(name):
     with pytest.raises(ConfigError, match=rf"^{name} is no model: give a checkpoint folder, .* chains or recall$"):
         model_folder(name)
-
-
-def test_a_model_of_the_hub_that_is_not_here_says_how_to_bring_it():
     assert "bring it there with 'hf download Qwen/Qwen3-0.6B'" in fails("generate", "Qwen/Qwen3-0.6B", "a")
 
 
@@ -128,17 +116,16 @@ def test_commands_read_a_model_by_its_name_to_the_end(words, tmp_path):
 @pytest.mark.parametrize("case", CASES)
 def test_adapters_that_peft_wrote_are_merged_as_peft_computes(case):
     stored = np.load(ADAPTERS / case / "logits.npz")
-    logits = np.asarray(swa_jax.load_model(ADAPTERS / case)(stored["tokens"]))
-    np.testing.assert_allclose(logits, stored["logits"], atol=1e-4)
+    found = logits(swa_jax.load_model(ADAPTERS / case), stored["tokens"])
+    np.testing.assert_allclose(found, stored["logits"], atol=1e-4)
     base = json.loads((ADAPTERS / case / "adapter_config.json").read_text())["base_model_name_or_path"]
-    assert np.abs(np.asarray(swa_jax.load_model(base)(stored["tokens"])) - logits).max() > 0.1
+    assert np.abs(logits(swa_jax.load_model(base), stored["tokens"]) - found).max() > 0.1
 
 
 def damaged(tmp_path, settings=None, tensors=None):
     folder = tmp_path / "adapter"
     shutil.copytree(ADAPTERS / "plain", folder)
-    file = folder / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | (settings or {})))
+    change_json(folder / "adapter_config.json", **(settings or {}))
     if tensors is not None:
         file = folder / "adapter_model.safetensors"
         save_file(tensors(load_file(file)), file)

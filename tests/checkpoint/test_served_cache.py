@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from command_line import run
+from golden_models import GOLDEN, hf_of
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.families import model_config
@@ -24,7 +25,6 @@ from swa_jax.model.cache import cache_bytes
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = json.loads((Path(__file__).parent / "vllm_groups.json").read_text())["cases"]
 
 
@@ -39,10 +39,7 @@ def test_entries_are_those_of_vllms_planner():
             case["layers_of_a_group"],
             case["groups"],
         )
-
-
-def test_a_model_of_one_kind_is_one_group():
-    assert group_layers(36, 0) == (36, 1, 0)
+    assert group_layers(36, 0) == (36, 1, 0)  # of one kind: one group
     assert group_layers(0, 36) == (36, 0, 1)
     assert grouped_entries(36, 0, None, 1000, Blocks(16, 1))[0] == 36 * 1008
 
@@ -58,19 +55,6 @@ def test_one_full_layer_more_may_cost_much():
     assert better_grouping(9, 27, 1024, length, BLOCKS["vllm"]) is None
 
 
-@pytest.mark.parametrize(("server", "head_dim"), [("vllm", 6), ("tpu-inference", 128)])
-def test_bytes_of_a_model(server, head_dim):
-    hf = json.loads((GOLDEN / "llama-plain" / "config.json").read_text())
-    config = model_config(hf)
-    layers = config.num_hidden_layers
-    pattern = AttentionPattern((FULL,) + (WINDOW,) * (layers - 1), 5)
-    blocks = blocks_of(server, 5000)
-    short = min(4 + blocks.batched_tokens, 5000)
-    entries = -(-5000 // 16) * 16 + (layers - 1) * 16 * (-(-short // 16) + 1)
-    assert config.head_dim == 6
-    assert Memory(config, hf, 5000, server).bytes(pattern) == entries * config.num_key_value_heads * 2 * head_dim * 2
-
-
 def test_the_verb_prints_bytes_here_and_as_served(tmp_path):
     checkpoint = import_model(GOLDEN / "qwen3-full", tmp_path / "checkpoint")
     text = run("pattern", "interleave-1-in-2", "--model", checkpoint, "--length", "100000")
@@ -84,12 +68,12 @@ def test_the_verb_prints_bytes_here_and_as_served(tmp_path):
 
 def test_the_verb_warns_at_the_cliff(tmp_path):
     checkpoint = import_model(GOLDEN / "llama-plain", tmp_path / "checkpoint")
-    layers = model_config(json.loads((GOLDEN / "llama-plain" / "config.json").read_text())).num_hidden_layers
-    pattern = AttentionPattern((FULL,) * (layers - 2) + (WINDOW,) * 2, 5)
-    pattern.to_json(tmp_path / "pattern.json")
-    text = run("pattern", tmp_path / "pattern.json", "--model", checkpoint, "--length", "100000")
-    fewer = better_grouping(layers - 2, 2, 5, 100000, blocks_of("vllm", 100000))
-    assert (f"{fewer} full layers" in text) == (fewer is not None)
+    for full in (1, 3):
+        pattern = AttentionPattern((FULL,) * full + (WINDOW,) * (4 - full), 5)
+        pattern.to_json(tmp_path / "pattern.json")
+        text = run("pattern", tmp_path / "pattern.json", "--model", checkpoint, "--length", "100000")
+        better = better_grouping(full, 4 - full, 5, 100000, blocks_of("vllm", 100000))
+        assert (f"{better} full layers" in text) == (better is not None)
 
 
 @pytest.mark.parametrize(("length", "batched"), [(500, 31), (64, 16), (10**6, BLOCKS["vllm"].batched_tokens)])
@@ -127,8 +111,7 @@ def test_the_verb_counts_as_a_budget_does(tmp_path):
 
 
 def memory_of(name, length, server=None, chunk=None):
-    hf = json.loads((GOLDEN / name / "config.json").read_text())
-    return Memory(model_config(hf), hf, length, server, chunk)
+    return Memory(model_config(hf_of(name)), hf_of(name), length, server, chunk)
 
 
 def test_memory_counts_as_the_server_does():
@@ -138,6 +121,8 @@ def test_memory_counts_as_the_server_does():
     entries, _ = grouped_entries(1, layers - 1, 64, 4096, Blocks(16, 256))
     assert memory.bytes(pattern) == entries * memory.config.num_key_value_heads * 2 * memory.config.head_dim * 2
     assert memory.bytes(pattern) < memory_of("llama-plain", 4096, "vllm", 8192).bytes(pattern)
+    padded = memory_of("llama-plain", 4096, "tpu-inference", 256)  # heads of 6 channels take 128
+    assert 6 * padded.bytes(pattern) == 128 * memory.bytes(pattern)
     assert memory_of("llama-plain", 4096, "vllm") == memory  # which is the 16th part
     assert memory.full == layers * 4096 * memory.config.num_key_value_heads * 2 * memory.config.head_dim * 2
     assert memory.share(AttentionPattern((FULL,) * layers)) == 1

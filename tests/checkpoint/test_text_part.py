@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from golden_models import GOLDEN, bits_of, contents, hf_of, tensors_of, write_folder
 
 from swa_jax.base.errors import CheckpointError, ConfigError
 from swa_jax.checkpoint.families import model_config
@@ -15,7 +15,6 @@ from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.safetensors_files import read_headers
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 HEAD = "lm_head.weight"
 SPELLINGS = {  # of the names in front, and of the head
     "as transformers writes it": ("language_model.model.", "language_model.lm_head.weight", ""),
@@ -23,32 +22,10 @@ SPELLINGS = {  # of the names in front, and of the head
 }
 
 
-def tensors_of(model: str) -> dict[str, np.ndarray]:
-    return {
-        name: tensor for file in (GOLDEN / model).glob("model*.safetensors") for name, tensor in load_file(file).items()
-    }
-
-
-def folder_of(path: Path, hf: dict, tensors: dict[str, np.ndarray]) -> Path:
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(hf))
-    save_file(tensors, path / "model.safetensors")
-    return path
-
-
-def hf_of(model: str) -> dict:
-    return json.loads((GOLDEN / model / "config.json").read_text())
-
-
 def same_checkpoint(one: Path, other: Path) -> bool:
     first, second = open_checkpoint(one), open_checkpoint(other)
-    names = [*first.tensors]
-    pairs = zip(first.read(names), second.read(names), strict=True)
-    return (
-        (first.config, first.pattern) == (second.config, second.pattern)
-        and [*second.tensors] == names
-        and all(a == b and np.array_equal(x, y) for (a, x), (b, y) in pairs)
-    )
+    alike = (first.config, first.pattern) == (second.config, second.pattern)
+    return alike and bits_of(contents(one)) == bits_of(contents(other))
 
 
 def whole_model(path: Path, kind: str, model: str, spelling: str) -> Path:
@@ -62,7 +39,7 @@ def whole_model(path: Path, kind: str, model: str, spelling: str) -> Path:
     inner = hf_of(model)
     said = {"dtype": inner.pop("dtype"), "eos_token_id": [1, 106], "tie_word_embeddings": True}
     del inner["architectures"]
-    return folder_of(path, {"model_type": kind, "text_config": inner, "vision_config": {}, **said}, tensors)
+    return write_folder(path, {"model_type": kind, "text_config": inner, "vision_config": {}, **said}, tensors)
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
@@ -118,38 +95,28 @@ def test_what_a_model_for_images_must_say(hf, sentence):
     assert text_config({"model_type": "llama", "text_config": {}}) is None
 
 
-def test_a_model_for_images_without_its_language_model(tmp_path):
-    hf = {"model_type": "gemma3", "text_config": hf_of("gemma3-hybrid")}
-    source = folder_of(tmp_path / "whole", hf, {"vision_tower.a": np.ones(3, np.float32)})
-    with pytest.raises(CheckpointError, match=r"hold no tensor language_model\.model\.embed_tokens\.weight or "):
-        import_model(source, tmp_path / "imported")
-
-
 @pytest.mark.parametrize("model", ["qwen3-hybrid", "qwen3-full", "phi3-full"])
 def test_names_without_the_module_in_front(tmp_path, model):
     """As Qwen3-Embedding is stored: without an output matrix, also where the embeddings are not tied."""
     tensors = {name.removeprefix("model."): t for name, t in tensors_of(model).items() if name != HEAD}
     notes: list[str] = []
-    source = folder_of(tmp_path / "base", hf_of(model), tensors)
+    source = write_folder(tmp_path / "base", hf_of(model), tensors)
     imported = import_model(source, tmp_path / "imported", describe=notes.append)
-    tied = hf_of(model)["tie_word_embeddings"]
-    assert [note.split(";")[0] for note in notes if "output matrix" in note] == (
-        []
-        if tied
-        else ["the weights have no output matrix (lm_head.weight): they are of a model that gives hidden states"]
-    )
-    alone = folder_of(
-        tmp_path / "alone",
-        hf_of(model) | {"tie_word_embeddings": True},
-        {name: t for name, t in tensors_of(model).items() if name != HEAD},
-    )
+    said = "the weights have no output matrix (lm_head.weight): they are of a model that gives hidden states"
+    noted = [note.split(";")[0] for note in notes if "output matrix" in note]
+    assert noted == ([] if hf_of(model)["tie_word_embeddings"] else [said])
+    tied_hf = hf_of(model) | {"tie_word_embeddings": True}
+    alone = write_folder(tmp_path / "alone", tied_hf, tensors_of(model) | {HEAD: None})
     assert same_checkpoint(imported, import_model(alone, tmp_path / "other"))
     assert import_model(source, tmp_path / "imported") == tmp_path / "imported"  # known as done already
 
 
-def test_a_tensor_that_is_missing_is_named_as_elsewhere(tmp_path):
+def test_what_is_missing_is_named_as_elsewhere(tmp_path):
+    whole = {"model_type": "gemma3", "text_config": hf_of("gemma3-hybrid")}
     tensors = {name.removeprefix("model."): t for name, t in tensors_of("qwen3-hybrid").items()}
-    del tensors["layers.3.mlp.up_proj.weight"]
-    source = folder_of(tmp_path / "base", hf_of("qwen3-hybrid"), tensors)
-    with pytest.raises(CheckpointError, match=r"lack tensor 'model.layers.3.mlp.up_proj.weight'"):
-        import_model(source, tmp_path / "imported")
+    for hf, held, sentence in (
+        (whole, {"vision_tower.a": np.ones(3, np.float32)}, r"no tensor language_model\.model\.embed_tokens\.weight"),
+        (hf_of("qwen3-hybrid"), tensors | {"layers.3.mlp.up_proj.weight": None}, "lack tensor 'model.layers.3.mlp.up"),
+    ):
+        with pytest.raises(CheckpointError, match=sentence):
+            import_model(write_folder(tmp_path / "source", hf, held), tmp_path / "imported")

@@ -29,14 +29,14 @@ def adapted(model: Decoder, case: str) -> Decoder:
     return filled(with_lora(model, _settings(model.config, case), nnx.Rngs(0)), case)
 
 
-def adapter_alone(config: ModelConfig, case: str) -> Decoder:
-    """The same without weights: what writing an adapter needs of a model."""
+def adapters_alone(config: ModelConfig) -> dict[str, Decoder]:
+    """The same of every case, without weights: what writing an adapter needs of a model."""
 
-    def draw() -> Decoder:
+    def draw() -> dict[str, Decoder]:
         model = Decoder(config, AttentionPattern.from_recipe("full", config), rngs=nnx.Rngs(0))
-        return with_lora(model, _settings(config, case), nnx.Rngs(0))
+        return {case: with_lora(model, _settings(config, case), nnx.Rngs(0)) for case in CASES}
 
-    return filled(nnx.eval_shape(draw), case)
+    return {case: filled(model, case) for case, model in nnx.eval_shape(draw).items()}
 
 
 def _settings(config: ModelConfig, case: str) -> LoraConfig:
@@ -52,7 +52,7 @@ def filled(model: Decoder, case: str) -> Decoder:
     for _, variable in sorted(nnx.to_flat_state(state), key=lambda one: [str(part) for part in one[0]]):
         shape = variable.get_value().shape
         numbers = rng.integers(-8, 9, shape) / (16 * np.sqrt(shape[1]))
-        variable.set_value(jnp.asarray(numbers, jnp.float32))
+        variable.set_value(jnp.asarray(numbers.astype(np.float32)))
     nnx.update(model, state)
     return model
 

@@ -21,6 +21,8 @@ from swa_jax.model.pattern import AttentionPattern
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = sorted(folder.parent.name for folder in GOLDEN.glob("*/golden.safetensors"))
+# The first golden of each family.
+FAMILIES = {json.loads((GOLDEN / case / "config.json").read_text())["model_type"]: case for case in reversed(CASES)}
 ROPE = json.loads((GOLDEN / "rope.json").read_text())
 TOLERANCE = 1e-4
 KINDS = kinds_of(AttentionPattern((FULL, WINDOW), 1))
@@ -72,6 +74,20 @@ def test_logits_with_the_pattern_of_the_config(load, case):
     letters = {FULL: "F", WINDOW: "w"}
     assert "".join(letters[kind] for kind in model.pattern.layer_types) == PATTERNS[case]
     np.testing.assert_allclose(logits(model, case), golden(case)["logits"], rtol=0, atol=TOLERANCE)
+
+
+@nnx.jit
+def called(model: Decoder, tokens: np.ndarray):
+    return model(tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("case", sorted(FAMILIES.values()))
+def test_a_plain_call_gives_the_same_logits(load, case):
+    """With the layers of the config as the program has them, and not as data."""
+    found = called(load(case), golden(case)["tokens"])
+    np.testing.assert_allclose(found, golden(case)["logits"], rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "w" in PATTERNS[case]])

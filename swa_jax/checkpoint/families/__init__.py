@@ -9,11 +9,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from importlib import import_module
-from typing import Any
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.settings import nearest
-from swa_jax.checkpoint.families.common import Family
+from swa_jax.checkpoint.families.common import Family, HfConfig, HfKeys
 from swa_jax.checkpoint.families.grammar import check_types
 from swa_jax.checkpoint.families.rope import ROPE_KEYS
 from swa_jax.model.config import ModelConfig
@@ -35,7 +34,7 @@ MOST_LAYERS = 100_000
 # ---- reading ----
 
 
-def model_config(hf: Mapping[str, Any]) -> ModelConfig:
+def model_config(hf: HfConfig) -> ModelConfig:
     """The decoder that a Hugging Face `config.json` describes.
 
     Reads transformers 4's spelling (`rope_theta`, `rope_scaling`) and 5's (`rope_parameters`, also one for each
@@ -52,7 +51,7 @@ def model_config(hf: Mapping[str, Any]) -> ModelConfig:
     return _family(hf).from_hf(hf)
 
 
-def hf_pattern(hf: Mapping[str, Any]) -> AttentionPattern:
+def hf_pattern(hf: HfConfig) -> AttentionPattern:
     """The pattern that a Hugging Face `config.json` describes (`layer_types`, or the older `sliding_window` keys).
 
     Raises:
@@ -70,7 +69,7 @@ def family_of(config: ModelConfig) -> Family:
     return FAMILIES.get(config.model_type, _OURS)
 
 
-def _family(hf: Mapping[str, Any]) -> Family:
+def _family(hf: HfConfig) -> Family:
     name = hf.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         text = hf.get("text_config")
@@ -86,9 +85,7 @@ def _family(hf: Mapping[str, Any]) -> Family:
 # ---- writing ----
 
 
-def hf_config(
-    config: ModelConfig, pattern: AttentionPattern | None = None, *, dtype: str = "float32"
-) -> dict[str, Any]:
+def hf_config(config: ModelConfig, pattern: AttentionPattern | None = None, *, dtype: str = "float32") -> HfKeys:
     """The `config.json` of a model, readable by transformers 4 and 5.
 
     The family is `config.model_type` where that can express the model, else `swat`, which this library alone reads.
@@ -99,11 +96,10 @@ def hf_config(
     hf = _written(FAMILIES[config.model_type], config)
     if not _reads_as(hf, config):
         hf = _written(_OURS, config)
-    full = AttentionPattern((FULL,) * config.num_hidden_layers)
-    return apply_pattern(hf | {"dtype": dtype}, pattern or full)[0]
+    return apply_pattern(hf | {"dtype": dtype}, pattern or AttentionPattern((FULL,) * config.num_hidden_layers))[0]
 
 
-def _reads_as(hf: Mapping[str, Any], config: ModelConfig) -> bool:
+def _reads_as(hf: HfConfig, config: ModelConfig) -> bool:
     """Whether a `config.json` describes a model, whatever family it is of."""
     try:
         return dataclasses.replace(model_config(hf), model_type=config.model_type) == config
@@ -111,12 +107,13 @@ def _reads_as(hf: Mapping[str, Any], config: ModelConfig) -> bool:
         return False  # the family refuses what it was made to write
 
 
-def _written(family: Family, config: ModelConfig) -> dict[str, Any]:
+def _written(family: Family, config: ModelConfig) -> HfKeys:
     own = dataclasses.replace(config, model_type=family.model_type)
-    return family.to_hf(own) | {"architectures": [family.architecture]}
+    full = AttentionPattern((FULL,) * config.num_hidden_layers)
+    return family.to_hf(own) | family.window_keys(own, full) | {"architectures": [family.architecture]}
 
 
-def apply_pattern(hf: Mapping[str, Any], pattern: AttentionPattern) -> tuple[dict[str, Any], str | None]:
+def apply_pattern(hf: HfConfig, pattern: AttentionPattern) -> tuple[HfKeys, str | None]:
     """`hf` with the keys that make Hugging Face attend as `pattern` says, and a notice where they cannot.
 
     Where the model's own family cannot express the pattern, but another one computes the same and can, the family
@@ -124,10 +121,10 @@ def apply_pattern(hf: Mapping[str, Any], pattern: AttentionPattern) -> tuple[dic
     becomes SmolLM3, OLMo 2 becomes OLMo 3. A family can express a model and a pattern if what it writes reads as the
     same model and pattern. A pattern that none can express leaves full attention in every layer.
     """
-    family, reason = _family(hf), inexpressible(pattern)
+    family, config, reason = _family(hf), model_config(hf), inexpressible(pattern)
     if reason is None:
-        for other, described in same_model(hf):
-            if (out := expressed(other, described, pattern, model_config(hf))) is not None:
+        for other, described in same_model(hf, config):
+            if (out := expressed(other, described, pattern, config)) is not None:
                 return out, None if other is family else (
                     f"model_type changed from {family.model_type} to {other.model_type}, which computes the "
                     "same and knows windows"
@@ -139,7 +136,7 @@ def apply_pattern(hf: Mapping[str, Any], pattern: AttentionPattern) -> tuple[dic
     )
 
 
-def same_model(hf: Mapping[str, Any]) -> Iterator[tuple[Family, dict[str, Any]]]:
+def same_model(hf: HfConfig, config: ModelConfig) -> Iterator[tuple[Family, HfKeys]]:
     """The families that may compute what `hf` describes with the same tensors, its own first, and `hf` as they say it.
 
     Whether one does shows when what it says is read again (`expressed`).
@@ -149,10 +146,10 @@ def same_model(hf: Mapping[str, Any]) -> Iterator[tuple[Family, dict[str, Any]]]
     rest = {key: value for key, value in hf.items() if key not in ROPE_KEYS}
     for other in FAMILIES.values():
         if other not in (family, _OURS) and other.tensor_names == family.tensor_names:
-            yield other, {**rest, **_written(other, model_config(hf))}
+            yield other, {**rest, **_written(other, config)}
 
 
-def fully(hf: Mapping[str, Any]) -> dict[str, Any]:
+def fully(hf: HfConfig) -> HfKeys:
     """`hf` with full attention in every layer."""
     family = _family(hf)
     full = expressed(family, hf, AttentionPattern((FULL,) * hf["num_hidden_layers"]))
@@ -161,8 +158,8 @@ def fully(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def expressed(
-    family: Family, hf: Mapping[str, Any], pattern: AttentionPattern, config: ModelConfig | None = None
-) -> dict[str, Any] | None:
+    family: Family, hf: HfConfig, pattern: AttentionPattern, config: ModelConfig | None = None
+) -> HfKeys | None:
     """`hf` with a family's keys for a pattern, if they read back as the model (`hf`'s own by default) and pattern."""
     config = config or model_config(hf)
     window = pattern.sliding_window if WINDOW in pattern.layer_types else None

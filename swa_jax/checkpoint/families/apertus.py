@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from swa_jax.checkpoint.families.common import Family, read_dense, write_dense
+from swa_jax.checkpoint.families.common import Family, HfConfig, attention_biases, read_dense, writes
 from swa_jax.checkpoint.families.rope import with_default_rope
 from swa_jax.model.config import XIELU_BETA, ModelConfig
 
@@ -28,30 +27,20 @@ CONSTANTS = {
 }
 
 
-def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    bias, act = bool(hf.get("attention_bias")), {}
+def from_hf(hf: HfConfig) -> ModelConfig:
+    act: dict[str, Any] = {}
     if hf.get("hidden_act", "xielu") == "xielu":  # no other family has it
         hf, act = {**hf, "hidden_act": "silu"}, {"hidden_act": "xielu"}
     return read_dense(
-        with_default_rope(hf, DEFAULT_ROPE),
-        DEFAULTS,
-        attention_bias=bias,
-        attention_out_bias=bias,
-        qk_norm=True,
-        gated_mlp=False,
-        **act,
+        with_default_rope(hf, DEFAULT_ROPE), DEFAULTS, **attention_biases(hf), qk_norm=True, gated_mlp=False, **act
     )
-
-
-def to_hf(config: ModelConfig) -> dict[str, Any]:
-    return write_dense(config, attention_bias=config.attention_bias)
 
 
 FAMILY = Family(
     "apertus",
     "ApertusForCausalLM",
     from_hf,
-    to_hf,
+    writes("attention_bias"),
     peculiarity="Apertus's activation",
     tensor_names=NAMES,
     constants=CONSTANTS,

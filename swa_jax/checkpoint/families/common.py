@@ -8,11 +8,12 @@ from typing import Any
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.settings import from_dict
+from swa_jax.checkpoint.families.grammar import HfConfig as HfConfig
+from swa_jax.checkpoint.families.grammar import HfKeys as HfKeys
 from swa_jax.checkpoint.families.quantization import fp8_blocks
-from swa_jax.checkpoint.families.rope import Windows as Windows
 from swa_jax.checkpoint.families.rope import read_rope, rope_keys
+from swa_jax.checkpoint.families.windows import WindowReader, no_window_keys, no_windows
 from swa_jax.model.config import ModelConfig
-from swa_jax.model.layer_types import FULL
 from swa_jax.model.pattern import AttentionPattern
 
 # Fields of `ModelConfig` that every family writes under the field's own name.
@@ -32,38 +33,6 @@ FIELDS = (
 
 # `hidden_act` of config.json and of `ModelConfig`; the first of several spellings is written.
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-
-
-def no_windows(hf: Mapping[str, Any], layers: int) -> Windows:
-    """A family whose layers are all full: Hugging Face's class reads no key for windows, `layer_types` included."""
-    return None, [FULL] * layers
-
-
-def no_window_keys(config: ModelConfig, pattern: AttentionPattern) -> dict[str, Any]:
-    """A family that has no keys for windows: full attention is all that it can say."""
-    return {}
-
-
-def layer_types(hf: Mapping[str, Any], by_default: list[str]) -> list[str]:
-    """The key `layer_types`, or else what the family assumes.
-
-    Raises:
-      ConfigError: no list, or another number of layer types than of layers.
-    """
-    types = by_default if hf.get("layer_types") is None else hf["layer_types"]
-    if not isinstance(types, list):
-        raise ConfigError(f"config.json: layer_types must be a list with one type a layer, got {types!r}")
-    if len(types) != len(by_default):
-        raise ConfigError(f"config.json: layer_types has {len(types)} entries for {len(by_default)} layers")
-    return types
-
-
-def positive_int(hf: Mapping[str, Any], key: str, by_default: int) -> int:
-    """A key that counts something."""
-    value = hf.get(key, by_default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"config.json: {key} must be a whole number above 0, got {value!r}")
-    return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,10 +59,10 @@ class Family:
 
     model_type: str
     architecture: str
-    from_hf: Callable[[Mapping[str, Any]], ModelConfig]
-    to_hf: Callable[[ModelConfig], dict[str, Any]]
-    read_windows: Callable[[Mapping[str, Any], int], Windows] = no_windows
-    window_keys: Callable[[ModelConfig, AttentionPattern], dict[str, Any]] = no_window_keys
+    from_hf: Callable[[HfConfig], ModelConfig]
+    to_hf: Callable[[ModelConfig], HfKeys]
+    read_windows: WindowReader = no_windows
+    window_keys: Callable[[ModelConfig, AttentionPattern], HfKeys] = no_window_keys
     peculiarity: str = ""
     tensor_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     joined: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
@@ -104,7 +73,7 @@ class Family:
 # ---- reading ----
 
 
-def read_dense(hf: Mapping[str, Any], defaults: Mapping[str, Any], **fields: Any) -> ModelConfig:
+def read_dense(hf: HfConfig, defaults: Mapping[str, Any], **fields: Any) -> ModelConfig:
     """A dense decoder as most families spell it.
 
     Args:
@@ -129,6 +98,12 @@ def read_dense(hf: Mapping[str, Any], defaults: Mapping[str, Any], **fields: Any
     return dataclasses.replace(config, rope_theta=theta, rope_scaling=scaling)
 
 
+def attention_biases(hf: HfConfig, *, by_default: bool = False) -> dict[str, bool]:
+    """Fields of `ModelConfig`, where `attention_bias` is that of all four projections."""
+    bias = bool(hf.get("attention_bias", by_default))
+    return {"attention_bias": bias, "attention_out_bias": bias}
+
+
 def _divide(hidden_size: int, heads: int) -> int:
     if heads < 1 or hidden_size % heads:
         raise ConfigError(
@@ -138,14 +113,14 @@ def _divide(hidden_size: int, heads: int) -> int:
     return hidden_size // heads
 
 
-def _activation(hf: Mapping[str, Any]) -> str:
+def _activation(hf: HfConfig) -> str:
     name = hf.get("hidden_act", "silu")
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise ConfigError(f"config.json: hidden_act '{name}' is not supported; supported: silu, gelu_pytorch_tanh")
     return _ACTIVATIONS[name]
 
 
-def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
+def _refuse_unsupported(hf: HfConfig) -> None:
     fp8_blocks(hf)
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if hf.get(key):
@@ -165,9 +140,14 @@ def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
 # ---- writing ----
 
 
-def write_dense(config: ModelConfig, **keys: Any) -> dict[str, Any]:
-    """The keys that most families write, and `keys` beside them."""
+def write_dense(config: ModelConfig, *fields: str, **keys: Any) -> HfKeys:
+    """The keys that most families write, those of more `fields` of `ModelConfig` under their own names, and `keys`."""
     names = (name for name, ours in _ACTIVATIONS.items() if ours == config.hidden_act)
     activation = next(names, config.hidden_act)
-    hf: dict[str, Any] = {"model_type": config.model_type, "hidden_act": activation}
-    return hf | {key: getattr(config, key) for key in FIELDS} | keys | rope_keys(config)
+    hf: HfKeys = {"model_type": config.model_type, "hidden_act": activation}
+    return hf | {key: getattr(config, key) for key in (*FIELDS, *fields)} | keys | rope_keys(config)
+
+
+def writes(*fields: str) -> Callable[[ModelConfig], HfKeys]:
+    """What writes the keys that most families write, and those of more fields of `ModelConfig`."""
+    return lambda config: write_dense(config, *fields)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from swa_jax.checkpoint.families.common import Family, Windows, layer_types, read_dense, write_dense
-from swa_jax.checkpoint.families.rope import window_always, with_default_rope
+from swa_jax.checkpoint.families.common import Family, HfConfig, read_dense, writes
+from swa_jax.checkpoint.families.rope import with_default_rope
+from swa_jax.checkpoint.families.windows import one_full_in, window_always, windows_of
 from swa_jax.model.config import ModelConfig
-from swa_jax.model.layer_types import FULL, WINDOW
 
 DEFAULTS = {
     "num_key_value_heads": 8,
@@ -28,18 +25,15 @@ DEFAULT_ROPE = {
 }
 
 
-def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+def from_hf(hf: HfConfig) -> ModelConfig:
     return read_dense(with_default_rope(hf, DEFAULT_ROPE), DEFAULTS, mlp_bias=bool(hf.get("mlp_bias")))
 
 
-def to_hf(config: ModelConfig) -> dict[str, Any]:
-    return write_dense(config, mlp_bias=config.mlp_bias)
-
-
-def read_windows(hf: Mapping[str, Any], layers: int) -> Windows:
-    """Without `layer_types` layers 0, 4, 8 and so on are full."""
-    types = layer_types(hf, [WINDOW if i % 4 else FULL for i in range(layers)])
-    return hf.get("sliding_window", DEFAULT_WINDOW) or None, types
-
-
-FAMILY = Family("cwm", "CwmForCausalLM", from_hf, to_hf, read_windows, window_always)
+FAMILY = Family(
+    "cwm",
+    "CwmForCausalLM",
+    from_hf,
+    writes("mlp_bias"),
+    windows_of(one_full_in(4, first=True), DEFAULT_WINDOW),
+    window_always,
+)

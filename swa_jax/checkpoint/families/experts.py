@@ -6,19 +6,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swa_jax.base.errors import ConfigError
+from swa_jax.checkpoint.families.grammar import HfConfig, HfKeys, layers_of, whole
 from swa_jax.model.config import ModelConfig
 
 # transformers 5 writes the second name for what most checkpoints call by the first; Mixtral and gpt-oss always have it.
 COUNT_KEYS = ("num_experts", "num_local_experts")
 
 
-def without_experts(hf: Mapping[str, Any]) -> dict[str, Any]:
+def without(hf: HfConfig) -> HfKeys:
     """The keys that a dense model has too."""
     return {key: value for key, value in hf.items() if key not in COUNT_KEYS}
 
 
-def read_experts(
-    hf: Mapping[str, Any], *, count: int, per_token: int, width: tuple[str, int], normalized: bool
+def read(
+    hf: HfConfig, *, count: int, per_token: int, width: tuple[str, int], normalized: bool = True
 ) -> dict[str, Any]:
     """Fields of `ModelConfig`; `count`, `per_token`, `width` (with the name of its key) and `normalized` are what the
     family assumes where a key is absent.
@@ -34,52 +35,39 @@ def read_experts(
     }
 
 
-def sigmoid_routing(hf: Mapping[str, Any], factor_key: str, factor: float) -> dict[str, Any]:
+def sigmoid_routing(hf: HfConfig, factor_key: str, factor: float) -> dict[str, Any]:
     """Fields of a router whose scores are sigmoids, with a bias for the choice and, where the key says so, a factor."""
     value = factor if hf.get(factor_key) is None else hf[factor_key]
     return {"router_scores": "sigmoid", "router_choice_bias": True, "expert_multiplier": float(value)}
 
 
-def shared_experts(hf: Mapping[str, Any], by_default: int, width: int) -> dict[str, int]:
+def shared(hf: HfConfig, by_default: int, width: int) -> dict[str, int]:
     """`num_shared_experts` of one width each are one expert, as wide as all of them together."""
     return {"shared_expert_intermediate_size": whole(hf, "num_shared_experts", by_default) * width}
 
 
-def shared_expert_keys(config: ModelConfig) -> dict[str, int]:
+def shared_keys(config: ModelConfig) -> dict[str, int]:
     return {"num_shared_experts": config.shared_expert_intermediate_size // config.moe_intermediate_size}
 
 
-def expert_groups(hf: Mapping[str, Any]) -> dict[str, int]:
+def groups(hf: HfConfig) -> dict[str, int]:
     return {"expert_groups": whole(hf, "n_group", 1), "expert_groups_per_tok": whole(hf, "topk_group", 1)}
 
 
-def expert_group_keys(config: ModelConfig) -> dict[str, int]:
+def group_keys(config: ModelConfig) -> dict[str, int]:
     return {"n_group": config.expert_groups, "topk_group": config.expert_groups_per_tok}
 
 
-def whole(hf: Mapping[str, Any], key: str, by_default: int) -> int:
-    """A key that may be 0."""
-    value = by_default if hf.get(key) is None else hf[key]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigError(f"config.json: {key} must be a whole number, got {value!r}")
-    return value
-
-
-def mlp_types(hf: Mapping[str, Any], dense: int = 0) -> list[str]:
+def mlp_types(hf: HfConfig, dense: int = 0) -> list[str]:
     """The key `mlp_layer_types`, or else experts in all layers but the first `dense`."""
-    types, layers = hf.get("mlp_layer_types"), hf.get("num_hidden_layers")
-    count = layers if isinstance(layers, int) else 0  # `read_dense` says what is wrong with it
+    types, layers = hf.get("mlp_layer_types"), layers_of(hf)
     if types is None:
-        return ["dense" if i < dense else "sparse" for i in range(count)]
+        return ["dense" if i < dense else "sparse" for i in range(layers)]
     if not isinstance(types, list):
         raise ConfigError(f"config.json: mlp_layer_types must be a list with one type a layer, got {types!r}")
-    if isinstance(layers, int) and len(types) != layers:
+    if layers and len(types) != layers:
         raise ConfigError(f"config.json: mlp_layer_types has {len(types)} entries for {layers} layers")
     return types
-
-
-def written_mlp_types(config: ModelConfig) -> list[str]:
-    return ["sparse" if i in config.sparse_layers else "dense" for i in range(config.num_hidden_layers)]
 
 
 def with_mlp_types(fields: Mapping[str, Any], types: Sequence[str]) -> dict[str, Any]:
@@ -89,7 +77,7 @@ def with_mlp_types(fields: Mapping[str, Any], types: Sequence[str]) -> dict[str,
     return {**fields, "mlp_layer_types": list(types)}
 
 
-def expert_keys(config: ModelConfig) -> dict[str, Any]:
+def keys(config: ModelConfig) -> HfKeys:
     """The keys of families that have no dense MLPs beside their experts."""
     return {
         "num_local_experts": config.num_experts,
@@ -98,7 +86,7 @@ def expert_keys(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def expert_keys_beside_dense(config: ModelConfig) -> dict[str, Any]:
+def keys_beside_dense(config: ModelConfig) -> HfKeys:
     """The keys of families that do, with both names of the number of experts."""
     return {
         **dict.fromkeys(COUNT_KEYS, config.num_experts),

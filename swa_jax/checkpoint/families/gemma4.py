@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swa_jax.base.errors import ConfigError
-from swa_jax.checkpoint.families.common import Family, Windows, layer_types, read_dense, write_dense
-from swa_jax.checkpoint.families.experts import without_experts
-from swa_jax.checkpoint.families.rope import ROPE_KEYS, read_rope, read_windows_by_type, rope_of, window_keys_by_type
-from swa_jax.checkpoint.families.rope import rope_keys as rope_keys_of_full_layers
-from swa_jax.model.config import ModelConfig, RopeKind
+from swa_jax.checkpoint.families import experts
+from swa_jax.checkpoint.families.common import Family, HfConfig, HfKeys, attention_biases, read_dense, write_dense
+from swa_jax.checkpoint.families.rope import read_local_theta, rope_keys, rope_kinds_of, rope_of, without_rope
+from swa_jax.checkpoint.families.windows import one_full_in, window_keys_by_type, windows_of
+from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, WINDOW
 
 DEFAULT_CONTEXT, DEFAULT_WINDOW = 131072, 512
@@ -52,8 +52,12 @@ JOINED = {
 _PER_LAYER = ("head_dim", "num_key_value_heads")
 
 
-def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    _refuse(hf)
+def from_hf(hf: HfConfig) -> ModelConfig:
+    if hf.get("use_bidirectional_attention") not in (None, False, "vision"):  # text is causal beside images
+        raise ConfigError(
+            f"config.json: use_bidirectional_attention {hf['use_bidirectional_attention']!r} is not supported; "
+            "supported: causal attention"
+        )
     hf = {**hf, "hidden_act": hf.get("hidden_activation", "gelu_pytorch_tanh")}
     ropes = hf.get("rope_parameters") or {}
     if not isinstance(ropes, Mapping) or not all(isinstance(rope, Mapping) for rope in ropes.values()):
@@ -64,12 +68,10 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         others |= _experts(hf)
     if not others["hidden_size_per_layer_input"]:
         others["vocab_size_per_layer_input"] = 0
-    bias = bool(hf.get("attention_bias"))
     config = read_dense(
-        rope_of(without_experts(hf), FULL),
+        rope_of(experts.without(hf), FULL),
         DEFAULTS,
-        attention_bias=bias,
-        attention_out_bias=bias,
+        **attention_biases(hf),
         norm_placement="sandwich",
         qk_norm=True,
         v_norm=True,
@@ -79,26 +81,17 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         **others,
     )
     types = _types(hf, config.num_hidden_layers)
-    kinds: tuple[RopeKind, ...] = tuple("local" if kind == WINDOW else "global" for kind in types)
     return dataclasses.replace(
         config,
         embedding_multiplier=config.hidden_size**0.5,
-        rope_layers=kinds,
-        local_rope_theta=_local_theta(hf, config),
+        rope_layers=rope_kinds_of(types),
+        local_rope_theta=read_local_theta(rope_of(hf, WINDOW), 1e4, config.max_position_embeddings),
         use_double_wide_mlp=config.use_double_wide_mlp and config.num_kv_shared_layers > 0,
         **_heads_of_full_layers(hf, config, types),
     )
 
 
-def _refuse(hf: Mapping[str, Any]) -> None:
-    if hf.get("use_bidirectional_attention") not in (None, False, "vision"):  # text is causal beside images
-        raise ConfigError(
-            f"config.json: use_bidirectional_attention {hf['use_bidirectional_attention']!r} is not supported; "
-            "supported: causal attention"
-        )
-
-
-def _experts(hf: Mapping[str, Any]) -> dict[str, Any]:
+def _experts(hf: HfConfig) -> dict[str, Any]:
     """Fields of `ModelConfig`."""
     found: dict[str, Any] = {"norm_topk_prob": True, "experts_beside_mlp": True}
     for key, field in EXPERT_KEYS.items():
@@ -108,17 +101,7 @@ def _experts(hf: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _local_theta(hf: Mapping[str, Any], config: ModelConfig) -> float:
-    theta, scaling = read_rope(rope_of(hf, WINDOW), 1e4, config.max_position_embeddings)
-    if scaling is not None:
-        raise ConfigError(
-            f"config.json: rope_parameters.{WINDOW}.rope_type '{scaling.rope_type}' is not supported; supported: "
-            "default"
-        )
-    return theta
-
-
-def _heads_of_full_layers(hf: Mapping[str, Any], config: ModelConfig, types: Sequence[str]) -> dict[str, Any]:
+def _heads_of_full_layers(hf: HfConfig, config: ModelConfig, types: Sequence[str]) -> dict[str, Any]:
     """Fields of `ModelConfig`, from either spelling: `global_head_dim` and `num_global_key_value_heads` (which counts
     where keys are values), or an entry of `per_layer_config` for every full layer."""
     full = [layer for layer, kind in enumerate(types) if kind == FULL]
@@ -147,11 +130,11 @@ def _heads_of_full_layers(hf: Mapping[str, Any], config: ModelConfig, types: Seq
     return {"global_head_dim": size, "num_global_key_value_heads": count}
 
 
-def to_hf(config: ModelConfig) -> dict[str, Any]:
+def to_hf(config: ModelConfig) -> HfKeys:
     hf = write_dense(
         config,
-        **{key: getattr(config, key) for key in OTHER_DEFAULTS},
-        attention_bias=config.attention_bias,
+        *OTHER_DEFAULTS,
+        "attention_bias",
         final_logit_softcapping=config.logit_softcap,
         enable_moe_block=config.num_experts > 0,
         **{key: getattr(config, field) or None for key, field in EXPERT_KEYS.items()},
@@ -161,24 +144,18 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     heads = [dict(zip(reversed(_PER_LAYER), shape, strict=True)) for shape in config.head_shapes]
     last = heads[-1]  # which is a full layer
     local = {"rope_type": "default", "rope_theta": config.local_rope_theta}
-    return {key: value for key, value in hf.items() if key not in ROPE_KEYS} | {
-        "layer_types": [WINDOW if kind == "local" else FULL for kind in kinds],
-        "rope_parameters": {FULL: rope_keys_of_full_layers(config)["rope_parameters"], WINDOW: local},
+    return without_rope(hf) | {
+        "rope_parameters": {FULL: rope_keys(config)["rope_parameters"], WINDOW: local},
         "global_head_dim": last["head_dim"],
         "num_global_key_value_heads": last["num_key_value_heads"] if config.attention_k_eq_v else None,
         "per_layer_config": {str(i): heads[i] for i, kind in enumerate(kinds) if kind == "global"},
     }
 
 
-def _types(hf: Mapping[str, Any], layers: int) -> list[str]:
+def _types(hf: HfConfig, layers: int) -> list[str]:
     """Without `layer_types` every sixth layer is full; the last one always is."""
-    types = layer_types(hf, [FULL if i % 6 == 5 else WINDOW for i in range(layers)])
-    return [*types[:-1], FULL]
+    return [*one_full_in(6)(hf, layers)[:-1], FULL]
 
 
-def read_windows(hf: Mapping[str, Any], layers: int) -> Windows:
-    context = hf.get("max_position_embeddings") or DEFAULT_CONTEXT
-    return read_windows_by_type(hf.get("sliding_window", DEFAULT_WINDOW), _types(hf, layers), context)
-
-
+read_windows = windows_of(_types, DEFAULT_WINDOW, DEFAULT_CONTEXT)
 FAMILY = Family("gemma4_text", "Gemma4ForCausalLM", from_hf, to_hf, read_windows, window_keys_by_type, joined=JOINED)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from swa_jax.checkpoint.families.common import Family, Windows, layer_types, read_dense, write_dense
-from swa_jax.checkpoint.families.experts import expert_keys, read_experts, without_experts
+from swa_jax.checkpoint.families import experts
+from swa_jax.checkpoint.families.common import Family, HfConfig, HfKeys, attention_biases, read_dense, write_dense
 from swa_jax.checkpoint.families.quantization import is_mxfp4, without_quantization
 from swa_jax.checkpoint.families.rope import with_default_rope
+from swa_jax.checkpoint.families.windows import one_full_in, windows_of
 from swa_jax.model.config import ModelConfig
-from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
 DEFAULTS = {
@@ -31,43 +28,35 @@ DEFAULT_ROPE = {
 }
 
 
-def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+def from_hf(hf: HfConfig) -> ModelConfig:
     """Weights in MXFP4 are the import's to turn into bf16 (`swa_jax.checkpoint.mxfp4`)."""
-    experts = read_experts(hf, count=128, per_token=4, width=("intermediate_size", 2880), normalized=True)
-    hf = with_default_rope(without_experts(hf), DEFAULT_ROPE)
+    fields = experts.read(hf, count=128, per_token=4, width=("intermediate_size", 2880))
+    hf = with_default_rope(experts.without(hf), DEFAULT_ROPE)
     if is_mxfp4(hf):
         hf = without_quantization(hf)
-    bias = bool(hf.get("attention_bias", True))
     return read_dense(
         hf,
         DEFAULTS,
-        attention_bias=bias,
-        attention_out_bias=bias,
+        **attention_biases(hf, by_default=True),
         sink_logits=True,
         mlp_bias=True,
         fused_experts=True,
         swiglu_limit=hf.get("swiglu_limit", 7.0),
         swiglu_alpha=hf.get("swiglu_alpha", 1.702),
-        **experts | {"norm_topk_prob": True},
+        **fields | {"norm_topk_prob": True},
     )
 
 
-def to_hf(config: ModelConfig) -> dict[str, Any]:
-    return write_dense(
-        config, attention_bias=config.attention_bias, swiglu_limit=config.swiglu_limit, swiglu_alpha=config.swiglu_alpha
-    ) | expert_keys(config)
+def to_hf(config: ModelConfig) -> HfKeys:
+    return write_dense(config, "attention_bias", "swiglu_limit", "swiglu_alpha") | experts.keys(config)
 
 
-def read_windows(hf: Mapping[str, Any], layers: int) -> Windows:
-    types = layer_types(hf, [FULL if i % 2 else WINDOW for i in range(layers)])
-    return hf.get("sliding_window", DEFAULT_WINDOW), types
-
-
-def window_keys(config: ModelConfig, pattern: AttentionPattern) -> dict[str, Any]:
+def window_keys(config: ModelConfig, pattern: AttentionPattern) -> HfKeys:
     """Hugging Face's class needs a window even where no layer has it."""
     return {"sliding_window": pattern.sliding_window or DEFAULT_WINDOW, "layer_types": list(pattern.layer_types)}
 
 
+read_windows = windows_of(one_full_in(2), DEFAULT_WINDOW)
 FAMILY = Family(
     "gpt_oss", "GptOssForCausalLM", from_hf, to_hf, read_windows, window_keys, peculiarity="gpt-oss's experts"
 )

@@ -2,6 +2,7 @@
 
 A family says what is wrong with the keys that it reads in a way of its own. Here stand those that it would take as they
 are, such as "false", which Python takes for true, and those that no family reads but that Hugging Face's classes check.
+Below stand the readers of single keys that several families use.
 """
 
 from __future__ import annotations
@@ -9,7 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from swa_jax.base.errors import ConfigError
+from swa_jax.base.errors import ConfigError, UserError
+
+HfConfig = Mapping[str, Any]  # a `config.json`
+HfKeys = dict[str, Any]  # some of its keys
+Grammar = tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...]  # keys, and what they hold
 
 _SWITCHES = (
     "attention_bias", "attention_k_eq_v", "attention_out_bias", "enable_moe_block", "is_causal", "mlp_bias",
@@ -33,12 +38,17 @@ _LISTS_OF_TYPES = ("layer_types", "mlp_layer_types")
 MOST = 2**31 - 1  # positions, rows and columns are counted in 32 bits
 
 
-def check_types(hf: Mapping[str, Any]) -> None:
+def check_types(hf: HfConfig) -> None:
     """Raise `ConfigError` for a key with a value of the wrong type; null always passes, as an absent key does."""
-    for keys, kind, fits in _GRAMMAR:
+    check_keys(hf, _GRAMMAR, "config.json", ConfigError)
+
+
+def check_keys(held: Mapping[str, Any], grammar: Grammar, where: str, error: type[UserError]) -> None:
+    """The same for what another file holds, as its own grammar and kind of error say."""
+    for keys, kind, fits in grammar:
         for key in keys:
-            if hf.get(key) is not None and not fits(hf[key]):
-                raise ConfigError(f"config.json: {key} must be {kind}, got {shortened(hf[key])}")
+            if held.get(key) is not None and not fits(held[key]):
+                raise error(f"{where}: {key} must be {kind}, got {shortened(held[key])}")
 
 
 def shortened(value: Any) -> str:
@@ -47,27 +57,54 @@ def shortened(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
+def whole(hf: HfConfig, key: str, by_default: int, *, least: int = 0) -> int:
+    """A key that counts something; null is as absent. Raises `ConfigError`."""
+    value = by_default if hf.get(key) is None else hf[key]
+    if type(value) is not int or value < least:
+        raise ConfigError(f"config.json: {key} must be a whole number{' above 0' if least else ''}, got {value!r}")
+    return value
+
+
+def layers_of(hf: HfConfig) -> int:
+    """`num_hidden_layers`, or 0 where `read_dense` says what is wrong with it."""
+    layers = hf.get("num_hidden_layers")
+    return layers if isinstance(layers, int) else 0
+
+
+def positive_number(hf: HfConfig, key: str, by_default: float | None) -> float:
+    """A key that is a factor. Raises `ConfigError`."""
+    value = hf.get(key, by_default)
+    if not is_number(value) or value <= 0:
+        raise ConfigError(f"config.json: {key} must be a number above 0, got {value!r}")
+    return value
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _are_tokens(value: Any) -> bool:
+    """-1 is none, in old files."""
+    return all(type(token) is int and -1 <= token <= MOST for token in (value if isinstance(value, list) else [value]))
+
+
 def _is_size(value: Any) -> bool:
     return not isinstance(value, int) or isinstance(value, bool) or value <= MOST  # other types: the families' own
-
-
-def _is_token(value: Any) -> bool:
-    return type(value) is int and -1 <= value <= MOST  # -1 is none, in old files
 
 
 def _are_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
-_GRAMMAR: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
-    (_SWITCHES, "true or false", lambda value: isinstance(value, bool)),
-    (_NUMBERS, "a number", lambda value: isinstance(value, int | float) and not isinstance(value, bool)),
+# What keys hold, in words, and whether a value is that.
+SWITCH = ("true or false", lambda value: isinstance(value, bool))
+NUMBER = ("a number", is_number)
+TOKENS = ("the id of a token, or a list of them", _are_tokens)
+_GRAMMAR: Grammar = (
+    (_SWITCHES, *SWITCH),
+    (_NUMBERS, *NUMBER),
     (_SIZES, f"at most {MOST}", _is_size),
-    (
-        _TOKENS,
-        "the id of a token, or a list of them",
-        lambda value: _is_token(value) or (isinstance(value, list) and all(map(_is_token, value))),
-    ),
+    (_TOKENS, *TOKENS),
     (_TEXTS, "a text", lambda value: isinstance(value, str)),
     (("architectures",), "a list of names", _are_texts),
     (_LISTS_OF_TYPES, "a list with one type a layer", _are_texts),

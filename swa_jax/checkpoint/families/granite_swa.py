@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.families import granite
-from swa_jax.checkpoint.families.common import Family, Windows, layer_types
-from swa_jax.checkpoint.families.grammar import shortened
-from swa_jax.checkpoint.families.rope import window_always
+from swa_jax.checkpoint.families.common import Family, HfConfig, HfKeys
+from swa_jax.checkpoint.families.grammar import is_number, shortened
+from swa_jax.checkpoint.families.windows import one_full_in, window_always, windows_of
 from swa_jax.model.config import ModelConfig, RopeKind
-from swa_jax.model.layer_types import FULL, WINDOW
 
 DEFAULTS = {
     "num_key_value_heads": 4,
@@ -24,7 +22,7 @@ DEFAULT_WINDOW = 128
 MOST_THETA = 1e12
 
 
-def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+def from_hf(hf: HfConfig) -> ModelConfig:
     return with_thetas(granite.read_granite(hf, DEFAULTS, sink_logits=True), hf.get("layer_rope_theta"))
 
 
@@ -36,9 +34,7 @@ def with_thetas(config: ModelConfig, thetas: Sequence[float] | None) -> ModelCon
     """
     if thetas is None:
         return config
-    numbers = isinstance(thetas, list) and all(
-        isinstance(theta, int | float) and not isinstance(theta, bool) and 0 <= theta <= MOST_THETA for theta in thetas
-    )
+    numbers = isinstance(thetas, list) and all(is_number(theta) and 0 <= theta <= MOST_THETA for theta in thetas)
     if not numbers or len(thetas) != config.num_hidden_layers:
         raise ConfigError(
             f"config.json: layer_rope_theta must be a list with a number from 0 to {MOST_THETA:g} for each of the "
@@ -61,22 +57,12 @@ def with_thetas(config: ModelConfig, thetas: Sequence[float] | None) -> ModelCon
     )
 
 
-def to_hf(config: ModelConfig) -> dict[str, Any]:
-    return granite.to_hf(config) | theta_keys(config)
-
-
-def theta_keys(config: ModelConfig) -> dict[str, Any]:
+def to_hf(config: ModelConfig) -> HfKeys:
     thetas = {"global": config.rope_theta, "local": config.local_rope_theta, "none": 0}
-    kinds = config.rope_layers or ("global",) * config.num_hidden_layers
-    return {"layer_rope_theta": [thetas[kind] for kind in kinds]}
+    return granite.to_hf(config) | {"layer_rope_theta": [thetas[kind] for kind in config.rope_kinds_by_layer]}
 
 
-def read_windows(hf: Mapping[str, Any], layers: int) -> Windows:
-    """Without `layer_types` layers 0, 4, 8 and so on are full."""
-    types = layer_types(hf, [WINDOW if i % 4 else FULL for i in range(layers)])
-    return hf.get("sliding_window", DEFAULT_WINDOW), types
-
-
+read_windows = windows_of(one_full_in(4, first=True), DEFAULT_WINDOW)
 FAMILY = Family(
     "granite_swa", "GraniteSWAForCausalLM", from_hf, to_hf, read_windows, window_always, peculiarity="sink logits"
 )

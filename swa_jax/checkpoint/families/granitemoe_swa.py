@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from swa_jax.checkpoint.families import granite, granite_swa
-from swa_jax.checkpoint.families.common import Family
-from swa_jax.checkpoint.families.experts import expert_keys, read_experts, whole, without_experts
-from swa_jax.checkpoint.families.rope import window_always
+from swa_jax.checkpoint.families import experts, granite, granite_swa
+from swa_jax.checkpoint.families.common import Family, HfConfig, HfKeys
+from swa_jax.checkpoint.families.grammar import whole
+from swa_jax.checkpoint.families.windows import window_always
 from swa_jax.model.config import ModelConfig
 
 DEFAULTS = {"num_key_value_heads": None, "max_position_embeddings": 2048}
@@ -28,16 +25,16 @@ JOINED = {
 }
 
 
-def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    experts = read_experts(hf, count=8, per_token=2, width=("intermediate_size", 11008), normalized=True)
-    experts |= {"norm_topk_prob": True, "shared_expert_intermediate_size": whole(hf, "shared_intermediate_size", 0)}
-    config = granite.read_granite(without_experts(hf), DEFAULTS, sink_logits=True, **experts)
+def from_hf(hf: HfConfig) -> ModelConfig:
+    fields = experts.read(hf, count=8, per_token=2, width=("intermediate_size", 11008))
+    fields |= {"norm_topk_prob": True, "shared_expert_intermediate_size": whole(hf, "shared_intermediate_size", 0)}
+    config = granite.read_granite(experts.without(hf), DEFAULTS, sink_logits=True, **fields)
     return granite_swa.with_thetas(config, hf.get("layer_rope_theta"))
 
 
-def to_hf(config: ModelConfig) -> dict[str, Any]:
+def to_hf(config: ModelConfig) -> HfKeys:
     shared = {"shared_intermediate_size": config.shared_expert_intermediate_size}
-    return granite_swa.to_hf(config) | expert_keys(config) | shared
+    return granite_swa.to_hf(config) | experts.keys(config) | shared
 
 
 FAMILY = Family(

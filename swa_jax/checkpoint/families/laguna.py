@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from swa_jax.base.errors import ConfigError
-from swa_jax.checkpoint.families.common import Family, Windows, layer_types, read_dense, write_dense
-from swa_jax.checkpoint.families.experts import (
-    expert_keys_beside_dense,
-    mlp_types,
-    read_experts,
-    sigmoid_routing,
-    whole,
-    with_mlp_types,
-    without_experts,
-    written_mlp_types,
-)
-from swa_jax.checkpoint.families.layer_kinds import layer_kind_keys, ropes_by_type, with_layer_kinds, without_rope
-from swa_jax.checkpoint.families.rope import read_windows_by_type, window_keys_by_type
+from swa_jax.checkpoint.families import experts
+from swa_jax.checkpoint.families.common import Family, HfConfig, HfKeys, attention_biases, read_dense, write_dense
+from swa_jax.checkpoint.families.grammar import layers_of, whole
+from swa_jax.checkpoint.families.layer_kinds import layer_kind_keys, ropes_by_type, with_layer_kinds
+from swa_jax.checkpoint.families.rope import without_rope
+from swa_jax.checkpoint.families.windows import one_full_in, window_keys_by_type, windows_of
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, WINDOW
 
@@ -36,42 +28,37 @@ TENSOR_NAMES = {
         for name in ("gate_proj", "up_proj", "down_proj")
     },
 }
+read_types = one_full_in(1)
 
 
-def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+def from_hf(hf: HfConfig) -> ModelConfig:
     if hf.get("moe_apply_router_weight_on_input"):
         raise ConfigError(
             "config.json: moe_apply_router_weight_on_input is not supported; supported: weights on what experts give"
         )
-    experts = read_experts(hf, count=256, per_token=8, width=("moe_intermediate_size", 512), normalized=True)
-    experts |= sigmoid_routing(hf, "moe_routed_scaling_factor", 1.0) | {
+    fields = experts.read(hf, count=256, per_token=8, width=("moe_intermediate_size", 512))
+    fields |= experts.sigmoid_routing(hf, "moe_routed_scaling_factor", 1.0) | {
         "norm_topk_prob": True,
         "router_logit_softcap": hf.get("moe_router_logit_softcapping") or None,
         "shared_expert_intermediate_size": whole(hf, "shared_expert_intermediate_size", 512),
     }
-    layers = hf.get("num_hidden_layers")
-    types = layer_types(hf, [FULL] * (layers if isinstance(layers, int) else 0))
+    types = read_types(hf, layers_of(hf))
     ropes = ropes_by_type(hf, types, DEFAULT_ROPE, 1.0)
-    bias = bool(hf.get("attention_bias"))
     config = read_dense(
-        without_experts(without_rope(hf)) | {"rope_parameters": ropes[FULL]},
+        experts.without(without_rope(hf)) | {"rope_parameters": ropes[FULL]},
         DEFAULTS,
         qk_norm=True,
         attention_gate="head" if hf.get("gating", True) in (True, "per-head") else "channel",
         attention_gate_act="softplus",
-        attention_bias=bias,
-        attention_out_bias=bias,
+        **attention_biases(hf),
         partial_rotary_factor=ropes[FULL]["partial_rotary_factor"],
-        **with_mlp_types(experts, mlp_types(hf, 1)),
+        **experts.with_mlp_types(fields, experts.mlp_types(hf, 1)),
     )
-    fields = {
-        kind: {"partial_rotary_factor": ropes[kind]["partial_rotary_factor"]} | _heads(hf, types, kind)
-        for kind in (FULL, WINDOW)
-    }
-    return with_layer_kinds(config, types, ropes[WINDOW], fields[FULL], fields[WINDOW])
+    full, windowed = (_heads(hf, types, kind) for kind in (FULL, WINDOW))
+    return with_layer_kinds(config, types, ropes, full, windowed)
 
 
-def _heads(hf: Mapping[str, Any], types: Sequence[str], kind: str) -> dict[str, int]:
+def _heads(hf: HfConfig, types: Sequence[str], kind: str) -> dict[str, int]:
     """The query heads of the layers of one type, which are as many in all of them."""
     given = hf.get("num_attention_heads_per_layer")
     if given is None:
@@ -90,16 +77,16 @@ def _heads(hf: Mapping[str, Any], types: Sequence[str], kind: str) -> dict[str, 
     return {"num_attention_heads": counts[0]} if counts else {}
 
 
-def to_hf(config: ModelConfig) -> dict[str, Any]:
+def to_hf(config: ModelConfig) -> HfKeys:
     hf = write_dense(
         config,
-        attention_bias=config.attention_bias,
+        "attention_bias",
         gating="per-head" if config.attention_gate == "head" else "per-element",
-        mlp_layer_types=written_mlp_types(config),
+        mlp_layer_types=list(config.mlp_kinds),
         num_attention_heads_per_layer=list(config.query_heads),
     )
     if config.num_experts:
-        hf |= expert_keys_beside_dense(config) | {
+        hf |= experts.keys_beside_dense(config) | {
             "moe_routed_scaling_factor": config.expert_multiplier,
             "moe_router_logit_softcapping": config.router_logit_softcap or 0.0,
             "shared_expert_intermediate_size": config.shared_expert_intermediate_size,
@@ -107,18 +94,12 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     return without_rope(hf) | layer_kind_keys(config)
 
 
-def read_windows(hf: Mapping[str, Any], layers: int) -> Windows:
-    context = hf.get("max_position_embeddings") or DEFAULT_CONTEXT
-    types = layer_types(hf, [FULL] * layers)
-    return read_windows_by_type(hf.get("sliding_window", DEFAULT_WINDOW), types, context)
-
-
 FAMILY = Family(
     "laguna",
     "LagunaForCausalLM",
     from_hf,
     to_hf,
-    read_windows,
+    windows_of(read_types, DEFAULT_WINDOW, DEFAULT_CONTEXT),
     window_keys_by_type,
     peculiarity="gated attention",
     tensor_names=TENSOR_NAMES,

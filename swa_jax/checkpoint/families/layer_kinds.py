@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swa_jax.base.errors import ConfigError
-from swa_jax.checkpoint.families.rope import ROPE_KEYS, read_rope, rope_keys, window_keys_by_type
+from swa_jax.checkpoint.families.grammar import HfConfig, HfKeys
+from swa_jax.checkpoint.families.rope import read_local_theta, rope_keys, rope_kinds_of
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, WINDOW
-from swa_jax.model.pattern import AttentionPattern
 
 # The fields of `ModelConfig` that full layers may have of their own, and where those stand.
 _OF_FULL_LAYERS = {
@@ -22,7 +22,7 @@ _OF_FULL_LAYERS = {
 
 
 def ropes_by_type(
-    hf: Mapping[str, Any], types: Sequence[str], defaults: Mapping[str, Any], share: float
+    hf: HfConfig, types: Sequence[str], defaults: Mapping[str, Any], share: float
 ) -> dict[str, dict[str, Any]]:
     """`rope_parameters` of full and windowed layers.
 
@@ -43,37 +43,26 @@ def ropes_by_type(
     return found
 
 
-def without_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in hf.items() if key not in (*ROPE_KEYS, "partial_rotary_factor")}
-
-
 def with_layer_kinds(
     config: ModelConfig,
     types: Sequence[str],
-    windowed_rope: Mapping[str, Any],
+    ropes: Mapping[str, Mapping[str, Any]],
     full: Mapping[str, Any],
     windowed: Mapping[str, Any],
 ) -> ModelConfig:
-    """The model, read with the RoPE of its full layers, with the fields of either kind of layer.
+    """The model, read with the RoPE of its full layers, with the fields and the RoPE of either kind of layer.
 
-    Raises:
-      ConfigError: the windowed layers scale their rotary embeddings, which no local RoPE does here.
+    Raises `ConfigError` as `read_local_theta`.
     """
-    own = {"rope_parameters": windowed_rope}
-    share = windowed_rope["partial_rotary_factor"]
-    theta, scaling = read_rope(own, 10000.0, config.max_position_embeddings, share)
-    if scaling is not None:
-        raise ConfigError(
-            f"config.json: rope_parameters.{WINDOW}.rope_type '{scaling.rope_type}' is not supported; supported: "
-            "default"
-        )
+    shares = {kind: {"partial_rotary_factor": rope["partial_rotary_factor"]} for kind, rope in ropes.items()}
+    own, context = {"rope_parameters": ropes[WINDOW]}, config.max_position_embeddings
+    theta = read_local_theta(own, 10000.0, context, ropes[WINDOW]["partial_rotary_factor"])
     if WINDOW not in types:
-        return dataclasses.replace(config, **full)
-    fields = dict(windowed)
+        return dataclasses.replace(config, **full, **shares[FULL])
+    fields = {**windowed, **shares[WINDOW]}
     if FULL in types:
-        fields |= {_OF_FULL_LAYERS[name]: value for name, value in full.items()}
-    ropes: list[Any] = ["local" if kind == WINDOW else "global" for kind in types]
-    return dataclasses.replace(config, rope_layers=tuple(ropes), local_rope_theta=theta, **fields)
+        fields |= {_OF_FULL_LAYERS[name]: value for name, value in {**full, **shares[FULL]}.items()}
+    return dataclasses.replace(config, rope_layers=rope_kinds_of(types), local_rope_theta=theta, **fields)
 
 
 def of_full_layers(config: ModelConfig, name: str) -> Any:
@@ -82,14 +71,14 @@ def of_full_layers(config: ModelConfig, name: str) -> Any:
     return getattr(config, name) if own is None else own
 
 
-def layer_kind_keys(config: ModelConfig) -> dict[str, Any]:
-    """`rope_parameters` and `layer_types`, and a window over the whole context."""
+def layer_kind_keys(config: ModelConfig) -> HfKeys:
+    """`rope_parameters` of full and windowed layers."""
     share = of_full_layers(config, "partial_rotary_factor")
     full = rope_keys(dataclasses.replace(config, partial_rotary_factor=share))["rope_parameters"]
     local = {"rope_type": "default", "rope_theta": config.local_rope_theta}
-    ropes = {
-        FULL: {**full, "partial_rotary_factor": share},
-        WINDOW: {**local, "partial_rotary_factor": config.partial_rotary_factor},
+    return {
+        "rope_parameters": {
+            FULL: {**full, "partial_rotary_factor": share},
+            WINDOW: {**local, "partial_rotary_factor": config.partial_rotary_factor},
+        }
     }
-    keys = window_keys_by_type(config, AttentionPattern((FULL,) * config.num_hidden_layers))
-    return keys | {"rope_parameters": ropes}

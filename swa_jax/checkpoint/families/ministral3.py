@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
 from swa_jax.base.errors import ConfigError
-from swa_jax.checkpoint.families.common import Family, Windows, read_dense, write_dense
-from swa_jax.checkpoint.families.grammar import shortened
-from swa_jax.checkpoint.families.mistral import window_keys, windows_alike
+from swa_jax.checkpoint.families.common import Family, HfConfig, HfKeys, read_dense, write_dense
+from swa_jax.checkpoint.families.grammar import is_number, shortened
 from swa_jax.checkpoint.families.rope import rope_mapping, with_default_rope
+from swa_jax.checkpoint.families.windows import window_alike_keys, windows_alike
 from swa_jax.model.config import ModelConfig
 
 DEFAULTS = {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144, "rms_norm_eps": 1e-5}
@@ -28,12 +26,12 @@ DEFAULT_ROPE = {
 BETA = "llama_4_scaling_beta"
 
 
-def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+def from_hf(hf: HfConfig) -> ModelConfig:
     """The factor's key stands among the RoPE parameters, and goes by their `original_max_position_embeddings`."""
     hf = with_default_rope(hf, DEFAULT_ROPE)
     config, (key, rope) = read_dense(hf, DEFAULTS), rope_mapping(hf)
     beta = rope.get(BETA) or 0.0
-    if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 <= beta <= 100:
+    if not is_number(beta) or not 0 <= beta <= 100:
         raise ConfigError(f"config.json: {key}.{BETA} must be a number from 0 to 100, got {shortened(beta)}")
     if not beta:
         return config
@@ -44,7 +42,7 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def to_hf(config: ModelConfig) -> dict[str, Any]:
+def to_hf(config: ModelConfig) -> HfKeys:
     """Hugging Face's class needs both numbers of the factor, also where it is 1."""
     hf, scaling = write_dense(config), config.rope_scaling
     beta = 0.0 if scaling is None else scaling.llama_4_scaling_beta
@@ -55,16 +53,12 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     return hf
 
 
-def read_windows(hf: Mapping[str, Any], layers: int) -> Windows:
-    return windows_alike(hf.get("sliding_window"), layers)
-
-
 FAMILY = Family(
     "ministral3",
     "Ministral3ForCausalLM",
     from_hf,
     to_hf,
-    read_windows,
-    window_keys,
+    windows_alike(),
+    window_alike_keys,
     peculiarity="Ministral 3's factor on queries",
 )

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from swa_jax.checkpoint.families.common import Family, read_dense, write_dense
+from swa_jax.checkpoint.families.common import Family, HfConfig, attention_biases, read_dense, writes
 from swa_jax.model.config import ModelConfig
 
 DEFAULTS = {"num_key_value_heads": None, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
 
 
-def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    bias = bool(hf.get("attention_bias"))
-    return read_dense(
-        hf,
-        DEFAULTS,
-        attention_bias=bias,
-        attention_out_bias=bias,
-        norm_placement="post",
-        qk_norm=True,
-        qk_norm_over="projection",
-    )
+def from_hf(hf: HfConfig) -> ModelConfig:
+    norms = {"norm_placement": "post", "qk_norm": True, "qk_norm_over": "projection"}
+    return read_dense(hf, DEFAULTS, **attention_biases(hf), **norms)
 
 
-def to_hf(config: ModelConfig) -> dict[str, Any]:
-    return write_dense(config, attention_bias=config.attention_bias)
-
-
+to_hf = writes("attention_bias")
 FAMILY = Family("olmo2", "Olmo2ForCausalLM", from_hf, to_hf, peculiarity="OLMo 2's norms")

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: Llama with joined projections and LongRoPE; Phi-4-mini turns part of a head's channels only."""
+"""Phi-3 and Phi-4: Llama with joined projections and LongRoPE; Phi-4-mini rotates part of a head's channels only."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from swa_jax.base.errors import ConfigError
-from swa_jax.checkpoint.families.common import Family, Windows, read_dense, write_dense
-from swa_jax.checkpoint.families.rope import read_partial_rotary, read_windows_by_type
+from swa_jax.checkpoint.families.common import Family, HfConfig, HfKeys, read_dense, write_dense
+from swa_jax.checkpoint.families.rope import read_partial_rotary
+from swa_jax.checkpoint.families.windows import window_alike_keys, windows_of
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import WINDOW
-from swa_jax.model.pattern import AttentionPattern
 
 DEFAULT_CONTEXT = 4096
 DEFAULTS = {"num_key_value_heads": None, "max_position_embeddings": DEFAULT_CONTEXT, "rms_norm_eps": 1e-5}
@@ -27,7 +27,7 @@ JOINED = {
 }
 
 
-def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+def from_hf(hf: HfConfig) -> ModelConfig:
     original = hf.get("original_max_position_embeddings") or DEFAULT_ORIGINAL
     named = {key: _as_longrope(hf[key], key) for key in ("rope_scaling", "rope_parameters") if hf.get(key)}
     return read_dense(
@@ -51,7 +51,7 @@ def _as_longrope(rope: Any, key: str) -> Any:
     return rope
 
 
-def to_hf(config: ModelConfig) -> dict[str, Any]:
+def to_hf(config: ModelConfig) -> HfKeys:
     hf, scaling = write_dense(config), config.rope_scaling
     if config.vocab_size <= DEFAULT_PADDING:
         hf["pad_token_id"] = None  # Hugging Face's class refuses its own default in a small vocabulary
@@ -65,23 +65,13 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     return hf | {"original_max_position_embeddings": original}
 
 
-def read_windows(hf: Mapping[str, Any], layers: int) -> Windows:
-    """A window in every layer or in none."""
-    context = hf.get("max_position_embeddings") or DEFAULT_CONTEXT
-    return read_windows_by_type(hf.get("sliding_window"), [WINDOW] * layers, context)
-
-
-def window_keys(config: ModelConfig, pattern: AttentionPattern) -> dict[str, Any]:
-    return {"sliding_window": pattern.sliding_window}
-
-
 FAMILY = Family(
     "phi3",
     "Phi3ForCausalLM",
     from_hf,
     to_hf,
-    read_windows,
-    window_keys,
+    windows_of(lambda hf, layers: [WINDOW] * layers, None, DEFAULT_CONTEXT),
+    window_alike_keys,
     peculiarity="rotary embeddings of part of a head's channels",
     joined=JOINED,
 )

@@ -8,12 +8,9 @@ from typing import Any
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.settings import from_dict, to_dict
+from swa_jax.checkpoint.families.grammar import HfConfig, HfKeys, is_number
 from swa_jax.model.config import ModelConfig, RopeKind, RopeScaling
 from swa_jax.model.layer_types import FULL, WINDOW
-from swa_jax.model.pattern import AttentionPattern
-
-# A window, and the type of each layer.
-Windows = tuple[int | None, Sequence[str]]
 
 # Where the rotary embeddings of a model are described; each family writes its own of these keys.
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq")
@@ -48,9 +45,9 @@ _ROPE_REQUIRED = {
 
 
 def read_rope(
-    hf: Mapping[str, Any], default_theta: float, max_positions: int, partial_rotary_factor: float = 1.0
+    hf: HfConfig, default_theta: float, max_positions: int, partial_rotary_factor: float = 1.0
 ) -> tuple[float, RopeScaling | None]:
-    """theta and the scaling, from either spelling; the family turns `partial_rotary_factor` of the channels."""
+    """theta and the scaling, from either spelling; the family rotates `partial_rotary_factor` of the channels."""
     key, rope = rope_mapping(hf)
     theta = rope.get("rope_theta", hf.get("rope_theta"))
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -60,7 +57,7 @@ def read_rope(
         )
     if theta is None:
         theta = default_theta
-    if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
+    if not is_number(theta) or theta <= 0:
         raise ConfigError(f"config.json: rope_theta must be a positive number, got {theta!r}")
     if kind == "default":
         return float(theta), None
@@ -93,23 +90,23 @@ def read_rope(
     return float(theta), from_dict(RopeScaling, {"rope_type": kind} | values, f"config.json.{key}")
 
 
-def with_default_rope(hf: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+def with_default_rope(hf: HfConfig, rope: Mapping[str, Any]) -> HfKeys:
     """`hf`, with these RoPE parameters where it says none; a `rope_theta` alone does not count."""
     said = hf.get("rope_parameters") is not None or hf.get("rope_scaling") is not None
     return dict(hf) if said else {**hf, "rope_parameters": rope}
 
 
-def read_partial_rotary(hf: Mapping[str, Any]) -> float:
-    """The share of a head's channels that is turned."""
+def read_partial_rotary(hf: HfConfig) -> float:
+    """The share of a head's channels that is rotated."""
     factor = rope_mapping(hf)[1].get("partial_rotary_factor", hf.get("partial_rotary_factor"))
     if factor is None:
         return 1.0
-    if isinstance(factor, bool) or not isinstance(factor, int | float):
+    if not is_number(factor):
         raise ConfigError(f"config.json: partial_rotary_factor must be a number, got {factor!r}")
     return float(factor)
 
 
-def rope_mapping(hf: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+def rope_mapping(hf: HfConfig) -> tuple[str, Mapping[str, Any]]:
     """The key that holds the RoPE parameters, and what it holds; Hugging Face lets a non-empty `rope_scaling` win."""
     key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     rope = hf.get(key) or {}
@@ -130,7 +127,11 @@ def _agreed(rope: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return nested[0]
 
 
-def rope_keys(config: ModelConfig) -> dict[str, Any]:
+def without_rope(hf: HfConfig) -> HfKeys:
+    return {key: value for key, value in hf.items() if key not in (*ROPE_KEYS, "partial_rotary_factor")}
+
+
+def rope_keys(config: ModelConfig) -> HfKeys:
     """Both spellings, so that either transformers reads the same."""
     scaling: dict[str, Any] = {"rope_type": "default"}
     if config.rope_scaling is not None:
@@ -151,7 +152,7 @@ def rope_keys(config: ModelConfig) -> dict[str, Any]:
 # choose it by the layer's type instead, so they know such a model only under the layer types it was trained with.
 
 
-def rope_of(hf: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
+def rope_of(hf: HfConfig, layer_type: str) -> Mapping[str, Any]:
     """`hf` with the RoPE parameters of one layer type, where they are nested by layer type."""
     rope = hf.get("rope_parameters")
     if not isinstance(rope, Mapping) or not any(isinstance(value, Mapping) for value in rope.values()):
@@ -159,9 +160,7 @@ def rope_of(hf: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
     return {**hf, "rope_parameters": rope.get(layer_type)}
 
 
-def with_local_rope(
-    config: ModelConfig, hf: Mapping[str, Any], types: Sequence[str], default_theta: float
-) -> ModelConfig:
+def with_local_rope(config: ModelConfig, hf: HfConfig, types: Sequence[str], default_theta: float) -> ModelConfig:
     """The model, read with the RoPE of its full layers, with that of the windowed layers as its local one.
 
     Args:
@@ -180,54 +179,33 @@ def with_local_rope(
             f"config.json: rope_parameters.{WINDOW}.rope_type '{scaling.rope_type}' is not supported; supported: "
             "default, or the same parameters for all layer types"
         )
-    layers: list[Any] = ["local" if kind == WINDOW else "global" for kind in types]
-    return dataclasses.replace(config, rope_layers=tuple(layers), local_rope_theta=theta)
+    return dataclasses.replace(config, rope_layers=rope_kinds_of(types), local_rope_theta=theta)
 
 
-def rope_keys_by_type(config: ModelConfig) -> dict[str, Any]:
-    """`rope_parameters` nested by layer type, and `layer_types` where they choose the RoPE."""
+def rope_kinds_of(types: Sequence[str]) -> tuple[RopeKind, ...]:
+    """`ModelConfig.rope_layers` of a model whose windowed layers have a RoPE of their own."""
+    return tuple("local" if kind == WINDOW else "global" for kind in types)
+
+
+def read_local_theta(
+    hf: HfConfig, default_theta: float, max_positions: int, partial_rotary_factor: float = 1.0
+) -> float:
+    """theta of the RoPE of windowed layers.
+
+    Raises:
+      ConfigError: it is scaled, which no local RoPE is here.
+    """
+    theta, scaling = read_rope(hf, default_theta, max_positions, partial_rotary_factor)
+    if scaling is not None:
+        raise ConfigError(
+            f"config.json: rope_parameters.{WINDOW}.rope_type '{scaling.rope_type}' is not supported; supported: "
+            "default"
+        )
+    return theta
+
+
+def rope_keys_by_type(config: ModelConfig) -> HfKeys:
+    """`rope_parameters` nested by layer type."""
     plain = rope_keys(config)["rope_parameters"]
-    if not config.rope_layers:
-        return {"rope_parameters": {FULL: plain, WINDOW: plain}}
-    local = {"rope_type": "default", "rope_theta": config.local_rope_theta}
-    return {"rope_parameters": {FULL: plain, WINDOW: local}, "layer_types": _rope_types(config)}
-
-
-def read_windows_by_type(window: int | None, types: Sequence[str], max_positions: int) -> Windows:
-    """A window that reaches over the whole context stands for full attention (see `window_keys_by_type`)."""
-    if window is None or (isinstance(window, int) and window >= max_positions):
-        return None, [FULL] * len(types)
-    return window, types
-
-
-def window_keys_by_type(config: ModelConfig, pattern: AttentionPattern) -> dict[str, Any]:
-    """The keys of a pattern in families whose RoPE goes by layer type. For full attention the window reaches over the
-    whole context, so that every layer keeps its type, and with it its RoPE."""
-    keys = window_always(config, pattern)
-    return keys | {"layer_types": _rope_types(config)} if config.rope_layers else keys
-
-
-def window_always(config: ModelConfig, pattern: AttentionPattern) -> dict[str, Any]:
-    """The keys of a pattern for Hugging Face's classes that want a window even where no layer has it: without one they
-    fail at the first token. It then reaches over the whole context."""
-    window = pattern.sliding_window or config.max_position_embeddings
-    return {"sliding_window": window, "layer_types": list(pattern.layer_types)}
-
-
-def nope_of_full_layers(types: Sequence[str], ropes: Sequence[RopeKind] = ()) -> tuple[RopeKind, ...]:
-    """`ModelConfig.rope_layers` of a model that turns no full layer, and the others as `ropes` says (all "global")."""
-    every: tuple[RopeKind, ...] = ("global",)
-    others = ropes or every * len(types)
-    return tuple("none" if kind == FULL else rope for kind, rope in zip(types, others, strict=True))
-
-
-def window_keys_with_nope(config: ModelConfig, pattern: AttentionPattern) -> dict[str, Any]:
-    """The keys of a pattern in families that turn windowed layers only; what is full and turned has a window that
-    reaches over the whole context."""
-    turned = config.rope_layers or ("global",) * config.num_hidden_layers
-    window = pattern.sliding_window or config.max_position_embeddings
-    return {"sliding_window": window, "layer_types": [FULL if kind == "none" else WINDOW for kind in turned]}
-
-
-def _rope_types(config: ModelConfig) -> list[str]:
-    return [WINDOW if kind == "local" else FULL for kind in config.rope_layers]
+    local = {"rope_type": "default", "rope_theta": config.local_rope_theta} if config.rope_layers else plain
+    return {"rope_parameters": {FULL: plain, WINDOW: local}}

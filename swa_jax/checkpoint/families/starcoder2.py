@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from swa_jax.checkpoint.families.common import Family, Windows, read_dense, write_dense
-from swa_jax.checkpoint.families.mistral import window_keys, windows_alike
+from swa_jax.checkpoint.families.common import Family, HfConfig, HfKeys, read_dense, write_dense
+from swa_jax.checkpoint.families.windows import window_alike_keys, windows_alike
 from swa_jax.model.config import ModelConfig
 
 DEFAULTS = {
@@ -22,7 +19,7 @@ NAMES = {
 }
 
 
-def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+def from_hf(hf: HfConfig) -> ModelConfig:
     bias = bool(hf.get("use_bias", True))
     return read_dense(
         {**hf, "hidden_act": hf.get("hidden_act", "gelu_pytorch_tanh")},
@@ -37,14 +34,9 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def to_hf(config: ModelConfig) -> dict[str, Any]:
-    hf = write_dense(config, use_bias=config.mlp_bias, norm_epsilon=config.rms_norm_eps)
-    del hf["rms_norm_eps"]
-    return hf
-
-
-def read_windows(hf: Mapping[str, Any], layers: int) -> Windows:
-    return windows_alike(hf.get("sliding_window"), layers)
+def to_hf(config: ModelConfig) -> HfKeys:
+    hf = write_dense(config, use_bias=config.mlp_bias)
+    return hf | {"norm_epsilon": hf.pop("rms_norm_eps")}
 
 
 FAMILY = Family(
@@ -52,8 +44,8 @@ FAMILY = Family(
     "Starcoder2ForCausalLM",
     from_hf,
     to_hf,
-    read_windows,
-    window_keys,
+    windows_alike(),
+    window_alike_keys,
     peculiarity="StarCoder2's LayerNorms",
     tensor_names=NAMES,
 )

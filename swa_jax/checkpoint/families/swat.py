@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.settings import from_dict, nearest, to_dict
-from swa_jax.checkpoint.families.common import Family, Windows, layer_types
+from swa_jax.checkpoint.families.common import Family, HfConfig, HfKeys
+from swa_jax.checkpoint.families.windows import windows_alike
 from swa_jax.model.config import ModelConfig
-from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
 # Keys that `config.json` may hold beside the fields of `ModelConfig`; they do not change what the decoder computes.
@@ -28,7 +26,7 @@ _NEUTRAL = (
 )
 
 
-def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+def from_hf(hf: HfConfig) -> ModelConfig:
     """Every field of `ModelConfig` under its own name."""
     fields = [f.name for f in dataclasses.fields(ModelConfig)]
     for key in hf:
@@ -37,15 +35,10 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     return from_dict(ModelConfig, {key: value for key, value in hf.items() if key in fields}, "config.json")
 
 
-def read_windows(hf: Mapping[str, Any], layers: int) -> Windows:
-    window = hf.get("sliding_window")
-    return window, layer_types(hf, [FULL if window is None else WINDOW] * layers)
-
-
-def window_keys(config: ModelConfig, pattern: AttentionPattern) -> dict[str, Any]:
+def window_keys(config: ModelConfig, pattern: AttentionPattern) -> HfKeys:
     if pattern.sliding_window is None:
         return {}
     return {"sliding_window": pattern.sliding_window, "layer_types": list(pattern.layer_types)}
 
 
-FAMILY = Family("swat", "SwatForCausalLM", from_hf, to_dict, read_windows, window_keys)
+FAMILY = Family("swat", "SwatForCausalLM", from_hf, to_dict, windows_alike(by_type=True), window_keys)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from swa_jax.checkpoint.families import gemma2
-from swa_jax.checkpoint.families.common import Family
-from swa_jax.checkpoint.families.rope import window_always
+from swa_jax.checkpoint.families.common import Family, HfConfig
+from swa_jax.checkpoint.families.windows import window_always
 from swa_jax.model.config import ModelConfig
 
 NAMES = {"layers.post_attention_norm.scale": "model.layers.{layer}.pre_feedforward_layernorm.weight"}
 
 
-def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+def from_hf(hf: HfConfig) -> ModelConfig:
     return gemma2.read_gemma(hf, gemma2.DEFAULTS, attention_softcap=50.0, logit_softcap=30.0, norm_placement="pre")
 
 

@@ -26,9 +26,7 @@ class Metadata:
         self.blocks = self.whole("block_count")
         self.layers = self.blocks - self.whole("nextn_predict_layers", 0)
         if not 1 <= self.layers <= len(self.tensors):
-            raise CheckpointError(
-                f"{file}: {self.key('block_count')} is {self.layers} in a file of {len(self.tensors)} tensors"
-            )
+            raise self.wrong("block_count", f"is {self.layers} in a file of {len(self.tensors)} tensors")
 
     def _known(self, name: Any) -> str:
         if not isinstance(name, str) or name not in ARCHITECTURES:
@@ -50,6 +48,9 @@ class Metadata:
     def key(self, name: str) -> str:
         return f"{self.architecture}.{name}"
 
+    def wrong(self, name: str, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.file}: {self.key(name)} {what}")
+
     def has(self, tensor: str, layer: int = 0) -> bool:
         """Whether the file has a tensor of a layer, such as "attn_q.bias"."""
         return f"blk.{layer}.{tensor}" in self.tensors
@@ -60,7 +61,7 @@ class Metadata:
         if not isinstance(value, np.ndarray):
             return [self.whole(name)] * self.layers
         if value.dtype.kind not in "iu" or len(value) < self.layers or (value < 0).any():
-            raise CheckpointError(f"{self.file}: {self.key(name)} must have a whole number for each layer")
+            raise self.wrong(name, "must have a whole number for each layer")
         numbers: list[int] = value.tolist()[: self.layers]
         return numbers
 
@@ -70,13 +71,10 @@ class Metadata:
         if isinstance(value, np.ndarray):
             found = set(value.tolist()[: getattr(self, "layers", None)])
             if len(found) != 1:
-                raise CheckpointError(
-                    f"{self.file}: {self.key(name)} differs between layers, which is not supported; supported: one for "
-                    "all layers"
-                )
+                raise self.wrong(name, "differs between layers, which is not supported; supported: one for all layers")
             value = found.pop()
         if value is not default and (type(value) is not int or value < 0):
-            raise CheckpointError(f"{self.file}: {self.key(name)} must be a whole number, got {str(value)[:100]!r}")
+            raise self.wrong(name, f"must be a whole number, got {str(value)[:100]!r}")
         if value is None and name in _NEEDED:
             raise CheckpointError(f"{self.file} lacks {self.key(name)}, without which the model is not known")
         return value
@@ -87,14 +85,14 @@ class Metadata:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
-            raise CheckpointError(f"{self.file}: {self.key(name)} must be a number, got {str(value)[:100]!r}")
+            raise self.wrong(name, f"must be a number, got {str(value)[:100]!r}")
         with np.errstate(over="ignore"):
             return float(str(np.float32(value)))
 
     def text(self, name: str) -> str | None:
         value = self.values.get(self.key(name))
         if not isinstance(value, str | None):
-            raise CheckpointError(f"{self.file}: {self.key(name)} must be a text, got {str(value)[:100]!r}")
+            raise self.wrong(name, f"must be a text, got {str(value)[:100]!r}")
         return value
 
 
@@ -172,9 +170,8 @@ def _granite_swa(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
     """Some layers may have no rotary embeddings; the others have one theta."""
     rotated = metadata.values.get(metadata.key("attention.rope_pattern"), np.ones(metadata.layers, bool))
     if not isinstance(rotated, np.ndarray) or len(rotated) < metadata.layers:
-        raise CheckpointError(
-            f"{metadata.file}: {metadata.key('attention.rope_pattern')} must be true or false for each of the "
-            f"{metadata.layers} layers"
+        raise metadata.wrong(
+            "attention.rope_pattern", f"must be true or false for each of the {metadata.layers} layers"
         )
     theta = metadata.number("rope.freq_base") or DEFAULT_THETA
     thetas = [theta if one else 0 for one in rotated.tolist()[: metadata.layers]]
@@ -239,10 +236,8 @@ def _some_sparse(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
 
 def _sigmoid_routing(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
     if metadata.whole("expert_gating_func", SIGMOID) not in (0, SIGMOID):
-        raise CheckpointError(
-            f"{metadata.file}: {metadata.key('expert_gating_func')} is not that of sigmoids ({SIGMOID}), by which "
-            f"{hf['model_type']} routes"
-        )
+        what = f"is not that of sigmoids ({SIGMOID}), by which {hf['model_type']} routes"
+        raise metadata.wrong("expert_gating_func", what)
     factor = hf.get("routed_scaling_factor") or 1.0
     return {**_some_sparse(metadata, hf), "routed_scaling_factor": factor}
 
@@ -339,10 +334,10 @@ def hf_config(metadata: Metadata, embedding: GgufTensor) -> dict[str, Any]:
     hf.setdefault("num_key_value_heads", heads)
     if "head_dim" not in hf:
         if heads < 1 or hf["hidden_size"] % heads:
-            raise CheckpointError(
-                f"{metadata.file}: {metadata.key('embedding_length')} ({hf['hidden_size']}) is no multiple of "
-                f"{metadata.key('attention.head_count')} ({heads}), and there is no "
-                f"{metadata.key('attention.key_length')}"
+            raise metadata.wrong(
+                "embedding_length",
+                f"({hf['hidden_size']}) is no multiple of {metadata.key('attention.head_count')} ({heads}), and there "
+                f"is no {metadata.key('attention.key_length')}",
             )
         hf["head_dim"] = hf["hidden_size"] // heads
     if metadata.whole("attention.value_length", hf["head_dim"]) != hf["head_dim"]:
@@ -373,8 +368,6 @@ def _windows(metadata: Metadata, known: Architecture) -> dict[str, Any]:
         counted = range(metadata.layers) if known.full_first else range(1, metadata.layers + 1)
         windowed = [pattern == 0 or i % pattern != 0 for i in counted]
     else:
-        raise CheckpointError(
-            f"{metadata.file}: {metadata.key('attention.sliding_window_pattern')} must be true or false for each of "
-            f"the {metadata.layers} layers, or a period, got {str(pattern)[:100]}"
-        )
+        what = f"must be true or false for each of the {metadata.layers} layers, or a period, got {str(pattern)[:100]}"
+        raise metadata.wrong("attention.sliding_window_pattern", what)
     return {"sliding_window": window, "layer_types": [WINDOW if one else FULL for one in windowed]}

@@ -42,7 +42,6 @@ def _cased(digits: str, ending: str = "") -> str:
 _LLAMA3 = _words(r"\p{N}{1,3}")
 _QWEN2 = _words(r"\p{N}")
 _QWEN35 = _words(r"\p{N}", r"[\p{L}\p{M}]").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
-_QWEN35 = _words(r"\p{N}", r"[\p{L}\p{M}]").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 _GPT4O = _cased(r"\p{N}{1,3}", f"{_ENDING}?")
 _DEEPSEEK3 = (
     r"\p{N}{1,3}",

@@ -77,10 +77,8 @@ def _scaling(
         if hf["model_type"] == "phi3" and not metadata.whole("rope.scaling.original_context_length"):
             return None
         raise CheckpointError(f"{metadata.file}: the factors of LongRoPE are missing ({FACTORS['factors_long']})")
-    raise CheckpointError(
-        f"{metadata.file}: {metadata.key('rope.scaling.type')} {kind[:40]!r} is not supported; supported: none, "
-        "linear, yarn, longrope"
-    )
+    what = f"{kind[:40]!r} is not supported; supported: none, linear, yarn, longrope"
+    raise metadata.wrong("rope.scaling.type", what)
 
 
 def _yarn(metadata: Metadata, hf: dict[str, Any], factor: float) -> dict[str, Any]:

@@ -51,22 +51,25 @@ class Vocabulary:
     def get(self, key: str) -> Any:
         return self.metadata.values.get(PREFIX + key)
 
+    def wrong(self, key: str, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.file}: {PREFIX}{key} {what}")
+
     def _list(self, key: str) -> list[str]:
         found = self.get(key)
         if not isinstance(found, list) or not found:
-            raise CheckpointError(f"{self.file}: {PREFIX}{key} must be a list of texts")
+            raise self.wrong(key, "must be a list of texts")
         return found
 
     def _numbers(self, key: str) -> np.ndarray | None:
         found = self.get(key)
         if found is not None and (not isinstance(found, np.ndarray) or len(found) != len(self.tokens)):
-            raise CheckpointError(f"{self.file}: {PREFIX}{key} must be {len(self.tokens)} numbers, one a token")
+            raise self.wrong(key, f"must be {len(self.tokens)} numbers, one a token")
         return found
 
     def scores(self) -> np.ndarray:
         scores = self._numbers("scores")
         if scores is None or not np.isfinite(scores).all():
-            raise CheckpointError(f"{self.file}: {PREFIX}scores must be numbers, which give the order of merges")
+            raise self.wrong("scores", "must be numbers, which give the order of merges")
         return scores
 
     def merges(self) -> list[tuple[str, str]]:
@@ -75,7 +78,7 @@ class Vocabulary:
         for merge in self._list("merges"):
             at = merge.find(" ", 1)  # a half may be a space itself
             if at < 0:
-                raise CheckpointError(f"{self.file}: {PREFIX}merges has {merge[:100]!r}, which is no pair of tokens")
+                raise self.wrong("merges", f"has {merge[:100]!r}, which is no pair of tokens")
             pairs.append((merge[:at], merge[at + 1 :]))
         return pairs
 
@@ -92,15 +95,13 @@ class Vocabulary:
         if value is None or value == 0xFFFFFFFF:
             return None
         if type(value) is not int or not 0 <= value < len(self.tokens):
-            raise CheckpointError(
-                f"{self.file}: {PREFIX}{role}_token_id is {str(value)[:40]}, of {len(self.tokens)} tokens"
-            )
+            raise self.wrong(f"{role}_token_id", f"is {str(value)[:40]}, of {len(self.tokens)} tokens")
         return value
 
     def switch(self, key: str, by_default: bool) -> bool:
         value = self.get(key)
         if not isinstance(value, bool | None):
-            raise CheckpointError(f"{self.file}: {PREFIX}{key} must be true or false, got {str(value)[:40]!r}")
+            raise self.wrong(key, f"must be true or false, got {str(value)[:40]!r}")
         return by_default if value is None else value
 
 

@@ -6,6 +6,11 @@ from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
 SIZES = {"vocab_size": 40, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+SPARSE = {"num_key_value_heads": 2, "num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 16}
+ROPES = {
+    FULL: {"rope_type": "default", "rope_theta": 7e5, "partial_rotary_factor": 0.5},
+    WINDOW: {"rope_type": "default", "rope_theta": 90.0},
+}
 
 
 def config_of(family: str, **keys) -> ModelConfig:

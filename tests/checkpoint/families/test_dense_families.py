@@ -10,9 +10,12 @@ from small_configs import config_of, pattern_of
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.families import apply_pattern, hf_config, hf_pattern, model_config
-from swa_jax.checkpoint.tensor_names import expected_tensors, hf_tensors
+from swa_jax.checkpoint.tensor_names import hf_tensors
 from swa_jax.model.config import RopeScaling
 from swa_jax.model.layers import XIELU, query_scale
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 9.0}
+BETA = "llama_4_scaling_beta"
 
 
 def test_cwm_scales_its_rope_unless_config_json_says_how():
@@ -38,55 +41,20 @@ def test_seed_oss_has_biases_where_it_says():
     assert "Seed-OSS's biases" in apply_pattern(hf, pattern_of("wFw"))[1]
 
 
-def test_vaultgemma_has_two_norms_a_layer():
-    config = config_of("vaultgemma")
-    assert (config.norm_placement, config.norm_unit_offset) == ("pre", True)
-    of_layer = {name.split(".", 3)[3] for name in hf_tensors(config) if name.startswith("model.layers.0.")}
-    assert {name for name in of_layer if "norm" in name} == {
-        "input_layernorm.weight",
-        "pre_feedforward_layernorm.weight",
-    }
-
-
 def test_granite_swa_has_a_theta_for_each_layer():
     config = config_of("granite_swa", layer_rope_theta=[50, 0, 1e4])
     assert (config.rope_layers, config.rope_theta, config.local_rope_theta) == (("global", "none", "local"), 50.0, 1e4)
     assert config.sink_logits
-    for letters in ("wwF", "FFF", "www"):  # RoPE is the layer's, whatever its window
-        hf, notice = apply_pattern(hf_config(config), pattern_of(letters))
-        assert (model_config(hf), hf_pattern(hf), notice) == (config, pattern_of(letters), None)
-        assert hf["layer_rope_theta"] == [50.0, 0, 1e4]
+    hf, notice = apply_pattern(hf_config(config), pattern_of("wwF"))  # RoPE is the layer's, whatever its window
+    assert (model_config(hf), hf_pattern(hf), notice) == (config, pattern_of("wwF"), None)
+    assert hf["layer_rope_theta"] == [50.0, 0, 1e4]
     assert config_of("granite_swa", layer_rope_theta=None, rope_theta=7.0).rope_theta == 7.0
     assert config_of("granite_swa", layer_rope_theta=[0, 0, 0], rope_theta=7.0).rope_layers == ("none",) * 3
     alike = config_of("granite_swa", layer_rope_theta=[7, 7, 7], rope_theta=3.0)
     assert alike == config_of("granite_swa", rope_theta=7.0)
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 9.0}
-    scaled = config_of("granite_swa", layer_rope_theta=[7, 0, 7], rope_parameters=yarn)
+    scaled = config_of("granite_swa", layer_rope_theta=[7, 0, 7], rope_parameters=YARN)
     assert (scaled.rope_theta, scaled.rope_scaling.factor) == (7.0, 4.0)
     assert dataclasses.replace(scaled, rope_scaling=None).rope_layers == ("global", "none", "global")
-
-
-@pytest.mark.parametrize(
-    ("thetas", "sentence"),
-    [
-        ([1, 2], r"must be a list with a number from 0 to 1e\+12 for each of the 3 layers"),
-        ([1, 2, 10**400], "must be a list with a number from 0"),
-        ([1, -2, 3], "must be a list with a number from 0"),
-        ([1, True, 3], "must be a list with a number from 0"),
-        ("1", "must be a list with a number from 0"),
-        ([10, 20, 30], "has 3 thetas; supported: 2 beside 0"),
-    ],
-)
-def test_what_thetas_may_be(thetas, sentence):
-    with pytest.raises(ConfigError, match=f"layer_rope_theta {sentence}"):
-        config_of("granite_swa", layer_rope_theta=thetas)
-    linear = {"rope_type": "linear", "factor": 2.0}
-    with pytest.raises(ConfigError, match="has 2 thetas; supported: 1 beside 0 where RoPE is scaled"):
-        config_of("granite_swa", layer_rope_theta=[10, 20, 0], rope_parameters=linear)
-
-
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 9.0}
-BETA = "llama_4_scaling_beta"
 
 
 def test_ministral3_scales_its_queries():
@@ -108,12 +76,13 @@ def test_ministral3_scales_its_queries():
     plain = config_of("ministral3", num_key_value_heads=2, rope_parameters=YARN)
     assert query_scale(plain, jnp.zeros((1, 1), jnp.int32)) is None
     assert apply_pattern(hf_config(plain), pattern_of("wFw"))[0]["model_type"] == "ministral"
-    with pytest.raises(ConfigError, match=f"rope_parameters.{BETA} must be a number from 0 to 100, got 1000"):
-        config_of("ministral3", num_key_value_heads=2, rope_parameters=YARN | {BETA: 10**400})
-    with pytest.raises(ConfigError, match=f"rope_parameters.{BETA} must be a number from 0 to 100, got 'x'"):
-        config_of("ministral3", num_key_value_heads=2, rope_parameters=YARN | {BETA: "x"})
-    with pytest.raises(ConfigError, match=f"{BETA} is not supported with rope_type 'default'; supported: with yarn"):
-        config_of("ministral3", num_key_value_heads=2, rope_parameters={"rope_type": "default", BETA: 0.1})
+    for rope, sentence in (
+        (YARN | {BETA: 10**400}, f"rope_parameters.{BETA} must be a number from 0 to 100, got 1000"),
+        (YARN | {BETA: "x"}, f"rope_parameters.{BETA} must be a number from 0 to 100, got 'x'"),
+        ({"rope_type": "default", BETA: 0.1}, f"{BETA} is not supported with rope_type 'default'; supported"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            config_of("ministral3", num_key_value_heads=2, rope_parameters=rope)
     with pytest.raises(ConfigError, match=f"{BETA} needs rope_type yarn"):
         RopeScaling("linear", 2.0, llama_4_scaling_beta=0.1)
 
@@ -121,10 +90,6 @@ def test_ministral3_scales_its_queries():
 def test_starcoder2_has_biases_everywhere_or_in_its_norms_alone():
     config = config_of("starcoder2", num_key_value_heads=2, norm_epsilon=1e-3)
     assert (config.norm_type, config.norm_bias, config.gated_mlp, config.rms_norm_eps) == ("layer", True, False, 1e-3)
-    names = {name.split(".", 3)[3] for name in hf_tensors(config) if name.startswith("model.layers.0.")}
-    linear = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.c_fc", "mlp.c_proj")
-    modules = (*linear, "input_layernorm", "post_attention_layernorm")
-    assert names == {f"{module}.{part}" for module in modules for part in ("weight", "bias")}
     without = config_of("starcoder2", num_key_value_heads=2, use_bias=False)
     names = {name for name in hf_tensors(without) if name.endswith(".bias")}
     assert {name.split(".")[-2] for name in names} == {"norm", "input_layernorm", "post_attention_layernorm"}
@@ -136,11 +101,6 @@ def test_starcoder2_has_biases_everywhere_or_in_its_norms_alone():
 def test_apertus_has_an_activation_of_its_own_in_each_layer():
     config = config_of("apertus")
     assert (config.hidden_act, config.gated_mlp, config.qk_norm, config.rope_theta) == ("xielu", False, True, 12e6)
-    of_layer = {name.split(".", 3)[3] for name in hf_tensors(config) if name.startswith("model.layers.0.mlp")}
-    known = ("act_fn.beta", "act_fn.eps")  # the same in all models
-    learned = ("up_proj.weight", "down_proj.weight", "act_fn.alpha_p", "act_fn.alpha_n")
-    assert of_layer == {f"mlp.{name}" for name in (*learned, *known)}
-    assert not [name for name in expected_tensors(config) if name.endswith(known)]
     assert config_of("apertus", hidden_act="silu").hidden_act == "silu"
     with pytest.raises(ConfigError, match="hidden_act 'xielu' is not supported"):
         config_of("llama", hidden_act="xielu")
@@ -160,7 +120,7 @@ def test_xielu_is_that_of_the_paper():
     p, n = np.log1p(np.exp(0.3)), 0.5 + np.log1p(np.exp(-0.2))
     expected = np.where(x > 0, p * x * x, n * (np.expm1(np.minimum(x, 0)) - x)) + 0.5 * x
     slope = np.where(x > 0, 2 * p * x, n * np.expm1(np.minimum(x, 0))) + 0.5
-    np.testing.assert_allclose(act(jnp.asarray(x, jnp.float32)), expected, rtol=1e-5, atol=2e-6)
-    grads = jax.vmap(jax.grad(lambda x: act(x[None])[0]))(jnp.asarray(x, jnp.float32))
-    np.testing.assert_allclose(grads, slope, rtol=1e-5, atol=2e-6)
+    both = jax.jit(jax.vmap(jax.value_and_grad(lambda x: act(x[None])[0])))
+    for found, wanted in zip(both(x.astype(np.float32)), (expected, slope), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=2e-6)
     assert act(jnp.ones(3, jnp.bfloat16)).dtype == jnp.bfloat16

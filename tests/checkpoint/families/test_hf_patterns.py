@@ -27,32 +27,20 @@ def test_patterns_of_hf_configs_with_absent_keys():
     assert types("qwen2", sliding_window=9, max_window_layers=1) == "FFFNone"  # stored, but not switched on
     assert types("qwen2", sliding_window=9, use_sliding_window=True, max_window_layers=1) == "Fww9"
     assert types("ministral", sliding_window=9, layer_types=[FULL, WINDOW, FULL]) == "FwF9"
-    with pytest.raises(ConfigError, match="max_window_layers must be a whole number, got 'x'"):
-        types("qwen2", sliding_window=9, use_sliding_window=True, max_window_layers="x")
 
 
 @pytest.mark.parametrize(
     ("family", "letters", "written_as"),
     [
-        ("llama", "FFF", "llama"),
         ("llama", "www", "mistral"),
         ("llama", "wFw", "ministral"),
         ("mistral", "FFF", "mistral"),
-        ("mistral", "www", "mistral"),
         ("mistral", "FwF", "ministral"),
-        ("ministral", "FFF", "ministral"),
-        ("ministral", "wwF", "ministral"),
-        ("qwen2", "FFF", "qwen2"),
         ("qwen2", "FFw", "qwen2"),
         ("qwen2", "www", "qwen2"),
-        ("qwen3", "wFw", "qwen3"),
         ("phi3", "FFF", "phi3"),
-        ("phi3", "www", "phi3"),
         ("phi3", "wFw", "ministral"),
-        ("cohere2", "FFF", "cohere2"),  # three layers: the fourth would be full
-        ("cohere2", "www", "cohere2"),
-        ("exaone4", "FFF", "exaone4"),
-        ("exaone4", "www", "exaone4"),
+        ("exaone4", "www", "exaone4"),  # three layers: the fourth would be full
     ],
 )
 def test_patterns_hugging_face_knows(family, letters, written_as):
@@ -112,12 +100,10 @@ def test_rope_stays_with_the_layer_it_was_trained_in(family):
     config = config_of(family, **LOCAL, num_key_value_heads=2, layer_types=types, sliding_window=5)
     assert (config.rope_layers, config.rope_theta) == (("local", "global", "local"), 1e6)
     assert config.local_rope_theta == 1e4
-    trained, full = pattern_of("wFw"), pattern_of("FFF")
-    for pattern, written, said in ((trained, trained, False), (full, full, False), (pattern_of("FFw"), full, True)):
-        hf, notice = apply_pattern(hf_config(config), pattern)
-        assert (model_config(hf), hf_pattern(hf)) == (config, written)
-        assert hf["layer_types"] == types
-        assert (notice is not None) == said
+    for pattern, written in (("wFw", "wFw"), ("FFF", "FFF"), ("FFw", "FFF")):
+        hf, notice = apply_pattern(hf_config(config), pattern_of(pattern))
+        assert (model_config(hf), hf_pattern(hf), hf["layer_types"]) == (config, pattern_of(written), types)
+        assert (notice is not None) == (pattern != written)
     plain = config_of(family, num_key_value_heads=2, rope_theta=1e4, rope_local_base_freq=1e4)
     hf, notice = apply_pattern(hf_config(plain), pattern_of("FFw"))
     assert (model_config(hf), hf_pattern(hf), notice) == (plain, pattern_of("FFw"), None)
@@ -131,14 +117,10 @@ def test_layers_without_rope_stay_those_it_was_trained_with(family):
     types = [WINDOW, FULL, WINDOW]
     config = config_of(family, num_key_value_heads=2, layer_types=types, sliding_window=5)
     assert config.rope_layers == ("global", "none", "global")
-    for pattern, written, noticed in (
-        (pattern_of("wFw"), pattern_of("wFw"), False),
-        (pattern_of("FFF"), pattern_of("FFF"), False),
-        (pattern_of("FFw"), pattern_of("FFF"), True),
-    ):
-        hf, notice = apply_pattern(hf_config(config), pattern)
-        assert (model_config(hf), hf_pattern(hf), hf["layer_types"]) == (config, written, types)
-        assert (notice is not None) == noticed
+    for pattern, written in (("wFw", "wFw"), ("FFF", "FFF"), ("FFw", "FFF")):
+        hf, notice = apply_pattern(hf_config(config), pattern_of(pattern))
+        assert (model_config(hf), hf_pattern(hf), hf["layer_types"]) == (config, pattern_of(written), types)
+        assert (notice is not None) == (pattern != written)
     everywhere = config_of(family, num_key_value_heads=2, layer_types=[WINDOW] * 3)
     assert everywhere.rope_layers == ()
     nowhere = config_of(family, num_key_value_heads=2, layer_types=[FULL] * 3)

@@ -1,4 +1,4 @@
-"""What an import reads and writes, after all its checks and before its first byte."""
+"""What an import has read and checked of a source before it writes the first byte."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ VERSION = 1  # of what an import writes: an interrupted import of another versio
 
 
 @dataclasses.dataclass(frozen=True)
-class ImportPlan:
-    """An import of safetensors or GGUF."""
+class CheckedSource:
+    """A folder of safetensors or a GGUF file, and what its import writes."""
 
     hf_config: dict[str, Any]
     pattern: AttentionPattern

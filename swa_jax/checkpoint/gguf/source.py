@@ -1,4 +1,4 @@
-"""What an import of a GGUF file reads and writes, after all its checks."""
+"""A GGUF file, read and checked for an import."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from swa_jax.base.errors import CheckpointError, ConfigError
+from swa_jax.checkpoint.checked_source import CheckedSource, import_identity
 from swa_jax.checkpoint.companions import check_companions
 from swa_jax.checkpoint.families import hf_pattern, model_config
 from swa_jax.checkpoint.families.pattern_files import load_pattern
@@ -17,13 +18,12 @@ from swa_jax.checkpoint.gguf.hyperparameters import ARCHITECTURES, Metadata, hf_
 from swa_jax.checkpoint.gguf.rope import FACTORS, rope_keys
 from swa_jax.checkpoint.gguf.tokenizer import tokenizer_files
 from swa_jax.checkpoint.gguf.weights import check_kinds, find_places, model_dtype, read_place, read_whole
-from swa_jax.checkpoint.import_plan import ImportPlan, import_identity
 from swa_jax.checkpoint.safetensors_files import Parts, TensorReader
 from swa_jax.checkpoint.sources import ModelFile
 from swa_jax.model.pattern import AttentionPattern
 
 
-def plan_gguf(file: ModelFile, pattern: AttentionPattern | str | Path | None) -> ImportPlan:
+def check_gguf(file: ModelFile, pattern: AttentionPattern | str | Path | None) -> CheckedSource:
     """Read and check everything of a file but its weights' values.
 
     Raises as `hf_import.import_model`.
@@ -64,7 +64,7 @@ def plan_gguf(file: ModelFile, pattern: AttentionPattern | str | Path | None) ->
             for name in names:
                 yield from ((name, part) for part in read_place(reader, places[name], dtype))
 
-    return ImportPlan(
+    return CheckedSource(
         hf,
         chosen,
         files,
