@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from swa_jax.report.numbers import MEGABYTE, Row
 from swa_jax.report.tables import Column, Table
 
-HOW_TO_READ_CYCLES = (
-    "Compiled by libtpu, not run.",
-    "simulated: by libtpu, transfers included. bundles x visits: instruction words of the compiled code times how "
-    "often they run, without waits. Memory traffic of XLA's own ops is in neither.",
-    "'>': a part has no figure. ms: at the chip's clock (v5p: two cores as one; v7x: one core).",
-)
+HOW_TO_READ_CYCLES = """Compiled by libtpu, not run.
+simulated: by libtpu, transfers included. bundles x visits: instruction words of the compiled code times how often they
+run, without waits. Memory traffic of XLA's own ops is in neither.
+'>': a part has no figure. ms: at the chip's clock (v5p: two cores as one; v7x: one core)."""
 
 
 def cycles_table(measurement: Row, num_ops: int) -> Table:
