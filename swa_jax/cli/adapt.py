@@ -68,7 +68,7 @@ class Searched(Options):
     effort: Annotated[Literal["quick", "normal", "full"], in_search(help="How many prompts and layers to try.")] = (
         "normal"
     )
-    force: Annotated[bool, in_search("--force", help="Search even if the prompts cannot tell patterns apart.")] = False
+    force: Annotated[bool, in_search("--force", help="Search even by prompts that tell nothing.")] = False
 
 
 @dataclasses.dataclass

@@ -58,7 +58,7 @@ Yarn = Annotated[
 ]
 NumKeys = Annotated[int, in_prompts(metavar="N", help="Needles in a prompt.", min=1)]
 Chains = Annotated[str | None, in_prompts(metavar="CHAINS", help="Chains, not needles: hops=1-3,rivals=3,gap=32.")]
-Length = Annotated[int, in_prompts(metavar="N", help="Tokens, its answer included.", min=1)]
+Length = Annotated[int, in_prompts(metavar="N", help="Tokens, the answer included.", min=1)]
 Chat = Annotated[bool | None, in_chat(help="Use the chat template. Default: if there is one.")]
 Haystack = Annotated[
     Path | None, in_prompts(help="A text, or a folder of texts, to hide needles in. Default: Python library sources.")

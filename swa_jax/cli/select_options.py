@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from swa_jax.model.pattern import AttentionPattern
     from swa_jax.model.window import Window
 
-Force = Annotated[bool, in_output("--force", help="Choose even if the prompts cannot tell patterns apart.")]
+Force = Annotated[bool, in_output("--force", help="Choose even by prompts that tell nothing.")]
 
 
 @dataclasses.dataclass
@@ -119,14 +119,10 @@ class Examples(Options):
 class Budget(Counted):
     """How many layers or KV heads stay full."""
 
-    ratio: Annotated[float | None, in_pattern(metavar="SHARE", help="Share of layers or heads that is windowed.")] = (
-        None
-    )
+    ratio: Annotated[float | None, in_pattern(metavar="SHARE", help="Share that is windowed.")] = None
     budget: Annotated[int | None, in_pattern(metavar="N", help="Or: how many stay full.", min=0)] = None
     one_in: Annotated[int | None, in_pattern(metavar="N", help="Or: one in N stays full.", min=1)] = None
-    kv_budget: Annotated[
-        float | None, in_pattern(metavar="SHARE", help="Or: share of full attention's cache that may be taken.")
-    ] = None
+    kv_budget: Annotated[float | None, in_pattern(metavar="SHARE", help="Or: share of the full cache.")] = None
 
     def check(self, unit: str) -> None:
         """Raise `ConfigError` for what can be seen to be wrong without the model."""
