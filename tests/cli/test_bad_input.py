@@ -90,10 +90,7 @@ def _write(file: Path, config: dict) -> Path:
         ("evaluate efficiency m --full-ratio 2", "--full-ratio must be at most 1, got 2"),
         ("evaluate needles m --depths 5", "--depths is '5': give fractions from 0 to 1 with commas between, such as"),
         ("evaluate needles m --out bad.json", "--out bad.json/results.json cannot be written: bad.json is a file"),
-        (
-            "compile run.yaml",
-            "`swa-jax compile` needs --topology: A TPU slice, such as ",
-        ),
+        ("compile run.yaml", "`swa-jax compile` needs --topology: A TPU slice, such as "),
         ("train a.yaml --devices 3", "--devices is for --dry-run: give both, or neither"),
         ("import m .", "{here} is there already: name a new folder, or remove that one first"),
         ("data inspect absent", "absent does not exist: name a training configuration, or a folder of tokens"),

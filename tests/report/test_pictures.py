@@ -13,24 +13,12 @@ from matplotlib.text import Text
 
 import swa_jax.report
 from swa_jax.evaluate import Estimate
-from swa_jax.report import (
-    accuracy_memory_chart,
-    candidates_chart,
-    frontier_chart,
-    head_map,
-    layer_ratio_map,
-    layer_scores_chart,
-    loss_heat_map,
-    needle_heat_map,
-    routed_cpt_chart,
-    routing_chart,
-    ruler_heat,
-    style,
-    sweep_heat,
-    training_curves,
-)
+from swa_jax.report import style
+from swa_jax.report.heat_maps import head_map, layer_ratio_map, loss_heat_map, needle_heat_map, ruler_heat, sweep_heat
 from swa_jax.report.labels import apart, short_names
-from swa_jax.report.line_charts import loss_curve
+from swa_jax.report.layer_charts import layer_scores_chart, routing_chart
+from swa_jax.report.line_charts import loss_curve, routed_cpt_chart, training_curves
+from swa_jax.report.memory_charts import accuracy_memory_chart, candidates_chart, frontier_chart
 
 PNG = b"\x89PNG\r\n\x1a\n"
 MB = 2**20

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from swa_jax.report import compare_table, pattern_table, table_console
 from swa_jax.report.bench_tables import attention_table, cycles_table, generation_table, source_table
 from swa_jax.report.evaluation_tables import (
     efficiency_table,
@@ -25,7 +24,7 @@ from swa_jax.report.evaluation_tables import (
     ruler_table,
     sweep_table,
 )
-from swa_jax.report.tables import Column, Table
+from swa_jax.report.tables import Column, Table, compare_table, pattern_table, table_console
 
 PRINTED = Path(__file__).with_name("tables.txt")
 INTERVALS = ([0.9, 1.0], None, [None, None])
@@ -273,7 +272,7 @@ def test_a_terminal_is_filled_and_no_more(columns):
     """In a pseudo-terminal of this width, which is the real thing."""
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    code = "from swa_jax.report import table_console as t; print(t().width)"
+    code = "from swa_jax.report.tables import table_console as t; print(t().width)"
     environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")} | {"TERM": "xterm"}
     subprocess.run(
         [sys.executable, "-c", code], stdin=follower, stdout=follower, stderr=follower, check=True, env=environment
