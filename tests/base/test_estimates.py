@@ -32,21 +32,11 @@ def test_wilson_is_scipys(n):
         assert mean_score([1] * right + [0] * (n - right)) == ours
 
 
-def test_wilson_is_that_of_the_literature():
-    # 81 of 263, from Newcombe (1998), table I: 0.2553 to 0.3662.
-    assert accuracy_interval([1] * 81 + [0] * 182).interval == pytest.approx([0.2553, 0.3662], abs=1e-4)
-
-
 def test_all_right_is_not_certain():
     """Six of six: a bootstrap says [1, 1], though two thirds would often do as well."""
     assert mean_score([1] * 6) == pytest.approx((1, 0.6097, 1), abs=1e-4)
     assert mean_score([False] * 6) == pytest.approx((0, 0, 0.3903), abs=1e-4)
     assert mean_score(np.ones(6, np.float32)).high == 1
-
-
-def test_scores_between_0_and_1_are_drawn_again():
-    scores = [0.2, 0.4, 1.0, 0.0, 0.7]
-    assert mean_score(scores) == bootstrap(scores)
 
 
 @pytest.mark.parametrize("scores", [[2], [-0.1, 1], [], [[1]], [math.nan]])
@@ -64,6 +54,7 @@ def test_one_number_has_no_interval():
     assert bootstrap([2.5, 3.5], weights=[4, 0]) == Estimate(2.5, None, None)  # the other one does not count
     assert paired_bootstrap([1], [0]) == Estimate(1, None, None)
     assert mean_score([0.5]) == Estimate(0.5, None, None)
+    assert mean_score([0.2, 0.4, 1.0, 0.0, 0.7]) == bootstrap([0.2, 0.4, 1.0, 0.0, 0.7])
 
 
 def test_the_bootstrap_is_that_of_brute_force():
@@ -79,11 +70,6 @@ def test_the_bootstrap_is_that_of_brute_force():
         assert ours.interval == pytest.approx(np.quantile(by_hand, [0.025, 0.975]).tolist(), rel=0.01)
     assert bootstrap(values).mean == values.mean()
     assert bootstrap(values, weights=weights).mean == pytest.approx((values * weights).sum() / 15)
-
-
-def test_equal_weights_change_nothing():
-    values = np.random.default_rng(0).normal(size=30)
-    assert bootstrap(values, weights=np.full(30, 7)) == pytest.approx(bootstrap(values))
 
 
 def test_a_short_pass_hardly_counts():
@@ -104,11 +90,10 @@ def test_bootstrap_covers_the_mean_at_its_rate():
     assert 180 <= hits <= 198  # 95 % nominal; the percentile interval is slightly narrow at n = 40
 
 
-@pytest.mark.parametrize("weights", [None, 1.0])
-def test_the_bootstrap_is_bounded_in_memory(weights):
+def test_the_bootstrap_is_bounded_in_memory():
     values = np.random.default_rng(0).normal(size=20_000)
     tracemalloc.start()
-    few = bootstrap(values, weights=None if weights is None else np.full(20_000, weights), resamples=500)
+    few = bootstrap(values, weights=np.ones(20_000), resamples=500)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 64e6
@@ -155,7 +140,8 @@ def test_pairs_of_shares_have_an_interval_where_all_agree():
     assert difference == paired_accuracy(always, never)
     assert difference.low < 0.95 < difference.high == 1
     tie = paired_score(always, always)
-    assert tie.low < tie.mean == 0 < tie.high
+    assert tie.mean == 0
+    assert tie.high == -tie.low == pytest.approx(1 - accuracy_interval(always).low)
     assert paired_score(always, never + 0.5) == paired_bootstrap(always, never + 0.5)
     one = paired_score([1.0], [0.0])
     assert one.low < 0
@@ -222,12 +208,6 @@ def test_intervals_are_those_of_the_metric():
 
 
 # ---- paired shares ----
-
-
-def test_the_paired_interval_of_shares_is_not_empty_where_both_are_always_right():
-    mean, low, high = paired_accuracy(np.ones(48), np.ones(48))
-    assert mean == 0
-    assert high == -low == pytest.approx(1 - accuracy_interval(np.ones(48)).low)
 
 
 def test_the_paired_interval_of_shares_is_newcombes():
