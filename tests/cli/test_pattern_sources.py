@@ -200,6 +200,12 @@ def test_pattern_diff_reads_all_that_a_pattern_may_be(checkpoint, files, tmp_pat
     output = run("pattern", "diff", mine, swaa)  # the first says how many layers there are
     assert f"{mine}: 1 of 2 layers windowed (50.0%)" in output
     assert "layer 0: only the second windows it\nlayer 1: only the first windows it" in output
+    printed = json.loads(run("pattern", "diff", mine, swaa, "--json"))
+    assert (printed["windowed"], printed["of"], printed["turnover"]) == ([1, 1], 2, 1)
+    assert printed["layers"] == [
+        {"layer": 0, "only": "second", "kv_heads": [0]},
+        {"layer": 1, "only": "first", "kv_heads": [0]},
+    ]
     assert "only the" not in run("pattern", "diff", "full", "layers:0,1", "--layers", 2)
     assert "layer 0: only the second windows it" in run("pattern", "diff", "full", "window", "--model", checkpoint)
     assert "windowed" in run(
