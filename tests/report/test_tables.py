@@ -236,17 +236,17 @@ def test_without_a_terminal_tables_have_125_columns(monkeypatch):
     assert table_console().width == 90
 
 
-def test_a_terminal_is_filled_and_no_more(columns=80):
+def test_a_terminal_is_filled_and_no_more():
     """In a pseudo-terminal of this width, which is the real thing."""
     leader, follower = pty.openpty()
-    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
     code = "from swa_jax.report.tables import table_console as t; print(t().width)"
     environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")} | {"TERM": "xterm"}
     subprocess.run(
         [sys.executable, "-c", code], stdin=follower, stdout=follower, stderr=follower, check=True, env=environment
     )
     os.close(follower)
-    assert os.read(leader, 1000).decode().split() == [str(columns)]
+    assert os.read(leader, 1000).decode().split() == ["80"]
     os.close(leader)
 
 
