@@ -32,6 +32,7 @@ from swa_jax.cli.options import (
     panel,
     print_report,
     show,
+    write_report,
 )
 from swa_jax.model.window import Window
 
@@ -212,7 +213,8 @@ def attention(
                 results.append(_compare(case, rounds, device, not as_json))
             advance(1)
     report = {"device": device, "jax": jax.__version__, "rounds": rounds, "results": results}
-    print_report(report, None, as_json, out)
+    print_report(report, None, as_json)
+    write_report(report, out, as_json)
 
 
 app.command()(expand(attention))
@@ -290,4 +292,5 @@ def generation(
     device = jax.devices()[0].device_kind
     title = f"{batch_size} prompts of {length} tokens, {new_tokens} new, window {seen.size}, on {device}"
     report = {"model": str(model), "device": device, "jax": jax.__version__} | seen.fields | settings | {"rows": rows}
-    print_report(report, generation_table(rows, title), as_json, out)
+    print_report(report, generation_table(rows, title), as_json)
+    write_report(report, out, as_json)

@@ -17,7 +17,7 @@ from typer import Argument
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.settings import load_config
 from swa_jax.cli.groups import Options
-from swa_jax.cli.options import Json, check_output, in_output, panel, print_report
+from swa_jax.cli.options import Json, check_output, in_output, panel, print_report, write_report
 
 if TYPE_CHECKING:
     from swa_jax.train.config import TrainConfig
@@ -99,7 +99,8 @@ def compile_(
         report = plan(settings, topology, step=step, stage=stage, batch_size=batch_size, length=length)
         text = describe(report)
     report = {"config": str(config), "overrides": overrides} | report
-    print_report(report, text, as_json, out)
+    print_report(report, text, as_json)
+    write_report(report, out, as_json)
     if not report["serving" if step == "generate" else "memory"]["fits"]:
         raise typer.Exit(1)
 

@@ -137,12 +137,16 @@ def show(shown: RenderableType) -> None:
     table_console().print(shown)
 
 
-def print_report(report: Any, shown: RenderableType | None, as_json: bool, out: Path | None = None) -> None:
-    """Print a report as JSON, or else what is shown of it, if not all was; with `out`, write it to that file, too."""
+def print_report(report: Any, shown: RenderableType | None, as_json: bool) -> None:
+    """Print a report as JSON, or else what is shown of it, if not all was."""
     if as_json:
         echo(json.dumps(report, indent=2))
     elif shown is not None:
         show(shown)
+
+
+def write_report(report: Any, out: Path | None, as_json: bool) -> None:
+    """Write a report to a file, where one is named, and say so, beside JSON on standard error."""
     if out is not None:
         write_json(out, report)
         echo(f"written to {out}", err=as_json)
