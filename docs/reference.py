@@ -78,7 +78,7 @@ def _value(default: Any) -> str:
 def _plain(text: str | None) -> str:
     """Help without the terminal's colours; names of options as code."""
     plain = re.sub(r"\[/?(bold|dim|italic|green|cyan|yellow|red)\]", "", inspect.cleandoc(text or ""))
-    return re.sub(r"(?<![\w`-])--[a-z][a-z-]*", r"`\g<0>`", plain)
+    return re.sub(r"`[^`]*`|(?<![\w-])--[a-z][a-z-]*", lambda found: f"`{found[0].strip('`')}`", plain)
 
 
 # ---- training keys ----

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from scripts.compare.measures import HOPS, LENGTHS
-from swa_jax.report import layer_ratio_map, loss_heat_map, needle_heat_map, training_curves
+from swa_jax.report.heat_maps import layer_ratio_map, loss_heat_map, needle_heat_map
+from swa_jax.report.line_charts import training_curves
 from swa_jax.report.style import GREY, HIGHLIGHTS, new_figure, percent_axis, save, styled
 
 BIN = 10  # steps that a point of a curve is the mean of

@@ -26,7 +26,9 @@ from swa_jax.evaluate.efficiency import break_even
 from swa_jax.model.cache import cache_bytes
 from swa_jax.model.layer_types import FULL, HYBRID
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.report import candidates_chart, html, layer_scores_chart
+from swa_jax.report import html
+from swa_jax.report.layer_charts import layer_scores_chart
+from swa_jax.report.memory_charts import candidates_chart
 from swa_jax.report.numbers import MEGABYTE, with_interval
 
 PORTS = {"vllm": 8000, "tpu-inference": 8000, "sglang": 30000}  # that the servers listen on by default

@@ -11,25 +11,13 @@ from typer import Argument, Option
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.cli.groups import Options
-from swa_jax.cli.options import (
-    PROMPTS,
-    RUNNING,
-    SERVING,
-    BatchedTokens,
-    Chat,
-    Model,
-    Seed,
-    ServeLength,
-    Server,
-    numbers,
-    print_json,
-)
-from swa_jax.cli.select_options import Running
+from swa_jax.cli.options import Chat, Model, Seed, in_prompts, in_running, in_serving, numbers, panel, print_report
+from swa_jax.cli.select_options import Counted, Running
 
 if TYPE_CHECKING:
     from swa_jax.adapt.job import AdaptOptions
 
-SEARCH, TUNING = "Search", "Fine-tuning"
+in_search, in_tuning = panel("Search"), panel("Fine-tuning")
 
 
 @dataclasses.dataclass
@@ -38,51 +26,28 @@ class Measured(Options):
 
     data: Annotated[
         Path | None,
-        Option(
-            metavar="FILE",
-            help="Prompts with answers: JSONL, Parquet or ArrayRecord with the fields prompt and answer.",
-            rich_help_panel=PROMPTS,
+        in_prompts(
+            metavar="FILE", help="Prompts with answers: JSONL, Parquet or ArrayRecord, fields prompt and answer."
         ),
     ] = None
     text: Annotated[
         list[Path] | None,
-        Option(
+        in_prompts(
             metavar="FILE",
             help="A text to hide numbers in and to read, repeatable. Default, without --data: Python's library.",
-            show_default=False,
-            rich_help_panel=PROMPTS,
         ),
     ] = None
     chat: Chat = None
     length: Annotated[
         int | None,
-        Option(
-            metavar="N",
-            help="Tokens of an example. Default: the model's context, at most 2048.",
-            min=64,
-            show_default=False,
-            rich_help_panel=PROMPTS,
-        ),
+        in_prompts(metavar="N", help="Tokens of an example. Default: the model's context, at most 2048.", min=64),
     ] = None
     examples: Annotated[
         int | None,
-        Option(
-            metavar="N",
-            help="Prompts of each task to measure on. Default: by --effort 12, 48 or 96.",
-            min=2,
-            show_default=False,
-            rich_help_panel=PROMPTS,
-        ),
+        in_prompts(metavar="N", help="Prompts of each task to measure on. Default: by --effort 12, 48 or 96.", min=2),
     ] = None
     choose_by: Annotated[
-        int | None,
-        Option(
-            metavar="N",
-            help="Others to choose by. Default: 4, 8 or 16.",
-            min=2,
-            show_default=False,
-            rich_help_panel=PROMPTS,
-        ),
+        int | None, in_prompts(metavar="N", help="Other prompts to choose by. Default: by --effort 4, 8 or 16.", min=2)
     ] = None
     seed: Seed = 0
 
@@ -93,24 +58,17 @@ class Searched(Options):
 
     window: Annotated[
         str | None,
-        Option(
-            metavar="N,N",
-            help="Windows to try, such as 512,1024. Default: 1/32, 1/16, 1/8 and 1/4 of --length.",
-            show_default=False,
-            rich_help_panel=SEARCH,
+        in_search(
+            metavar="N,N", help="Windows to try, such as 512,1024. Default: 1/32, 1/16, 1/8 and 1/4 of --length."
         ),
     ] = None
     unit: Annotated[
-        Literal["layers", "heads"],
-        Option(help="What stays full: whole layers, or single KV heads.", rich_help_panel=SEARCH),
+        Literal["layers", "heads"], in_search(help="What stays full: whole layers, or single KV heads.")
     ] = "layers"
-    effort: Annotated[
-        Literal["quick", "normal", "full"],
-        Option(help="Prompts, and layers scored in a round: few, some, all.", rich_help_panel=SEARCH),
-    ] = "normal"
-    force: Annotated[
-        bool, Option("--force", help="Search also by prompts that tell nothing.", rich_help_panel=SEARCH)
-    ] = False
+    effort: Annotated[Literal["quick", "normal", "full"], in_search(help="How many prompts and layers to try.")] = (
+        "normal"
+    )
+    force: Annotated[bool, in_search("--force", help="Search even by prompts that tell nothing.")] = False
 
 
 @dataclasses.dataclass
@@ -118,61 +76,27 @@ class Tuned(Options):
     """Fine-tuning by LoRA under the pattern."""
 
     tune: Annotated[
-        int,
-        Option(
-            metavar="N",
-            help="Steps of fine-tuning by LoRA. Default: none.",
-            min=0,
-            show_default=False,
-            rich_help_panel=TUNING,
-        ),
+        int, in_tuning(metavar="N", help="Steps of fine-tuning by LoRA. Default: none.", min=0, show_default=False)
     ] = 0
     tune_data: Annotated[
-        list[str] | None,
-        Option(
-            metavar="FILE", help="Texts, or JSONL with prompt and answer.", show_default=False, rich_help_panel=TUNING
-        ),
+        list[str] | None, in_tuning(metavar="FILE", help="Texts, or JSONL with prompt and answer, repeatable.")
     ] = None
     tune_prompts: Annotated[
         Path | None,
-        Option(
-            metavar="FILE",
-            help="Or prompts; the original's replies to them are learned.",
-            show_default=False,
-            rich_help_panel=TUNING,
-        ),
+        in_tuning(metavar="FILE", help="Or prompts alone, for which the original model's replies are learned."),
     ] = None
     reply_tokens: Annotated[
-        int | None,
-        Option(
-            metavar="N", help="Most tokens of a reply. Default: 256.", min=1, show_default=False, rich_help_panel=TUNING
-        ),
+        int | None, in_tuning(metavar="N", help="Most tokens of such a reply. Default: 256.", min=1)
     ] = None
 
 
 @dataclasses.dataclass
-class Serving(Options):
+class Serving(Counted):
     """Where the result is to run, and what it may take there."""
 
-    kv_budget: Annotated[
-        float,
-        Option(
-            "--kv-budget",
-            help="Share of full attention's key/value cache that the result may take.",
-            rich_help_panel=SERVING,
-        ),
-    ] = 0.3
-    server: Server = None
-    serve_length: ServeLength = None
-    batched_tokens: BatchedTokens = None
+    kv_budget: Annotated[float, in_serving(help="Share of full attention's cache that the result may take.")] = 0.3
     canary: Annotated[
-        bool,
-        Option(
-            "--canary/--no-canary",
-            help="With --for: write a receipt to check the server by.",
-            show_default=False,
-            rich_help_panel=SERVING,
-        ),
+        bool, in_serving(help="With --for: write check_server.py, to test the server with.", show_default=False)
     ] = True
 
 
@@ -184,10 +108,9 @@ def adapt(
     tuned: Tuned,
     served: Serving,
     plan: Annotated[
-        bool,
-        Option("--plan", help="Say what would be done and how long it may take, and stop.", rich_help_panel=RUNNING),
+        bool, in_running("--plan", help="Say what would be done and how long it may take, and stop.")
     ] = False,
-    as_json: Annotated[bool, Option("--json", help="With --plan: print JSON.", rich_help_panel=RUNNING)] = False,
+    as_json: Annotated[bool, in_running("--json", help="With --plan: print JSON.")] = False,
     *,
     running: Running,
 ) -> None:
@@ -203,21 +126,14 @@ def adapt(
     given["window"] = () if searched.window is None else tuple(numbers("--window", searched.window))
     given |= {name: tuple(given[name] or ()) for name in ("text", "tune_data")}
     options = AdaptOptions(model, out, **given)
-    if plan:
-        _print_estimate(options, as_json)
-    else:
+    if not plan:
         carry_out_and_report(options)
-
-
-def _print_estimate(options: AdaptOptions, as_json: bool) -> None:
+        return
     from swa_jax.adapt.estimate import estimate_report, estimate_text
     from swa_jax.adapt.job import prepare
 
     report = estimate_report(prepare(options))
-    if as_json:
-        print_json(report)
-    else:
-        typer.echo(estimate_text(report))
+    print_report(report, estimate_text(report), as_json)
 
 
 def carry_out_and_report(options: AdaptOptions) -> None:

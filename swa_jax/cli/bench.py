@@ -29,7 +29,10 @@ from swa_jax.cli.options import (
     in_running,
     load_checkpoint,
     note_context,
-    print_json,
+    panel,
+    print_report,
+    show,
+    write_report,
 )
 from swa_jax.model.window import Window
 
@@ -45,13 +48,14 @@ def cycles(
         list[str] | None,
         Argument(
             metavar="[NAME]...",
-            help="Functions of swa_jax/bench/tpu_kernels.py; default: all of them. Of other libraries: "
+            help="Functions of swa_jax/bench/tpu_kernels.py. Default: all of them. From other libraries: "
             "jax_splash_forward, tokamax_splash_forward, and the same with backward.",
         ),
     ] = None,
-    chip: Annotated[list[str] | None, Option(help="v5e, v5p, v6e or v7x, repeatable; default: v6e.")] = None,
+    chip: Annotated[list[str] | None, Option(help="v5e, v5p, v6e or v7x, repeatable. Default: v6e.")] = None,
     set_: Annotated[
-        list[str] | None, Option("--set", metavar="NAME=VALUE", help="Such as T=8192 or window=2048, repeatable.")
+        list[str] | None,
+        Option("--set", metavar="NAME=VALUE", help="A setting of them, such as T=8192 or window=2048, repeatable."),
     ] = None,
     ops: Annotated[int, Option(help="Ops to list below each total.", min=0)] = 4,
     as_json: Json = False,
@@ -63,33 +67,31 @@ def cycles(
     from swa_jax.bench.cycle_table import check_writable, write_row
     from swa_jax.bench.cycles import check, measure, read_settings
     from swa_jax.bench.tpu_kernels import FUNCTIONS
-    from swa_jax.report import table_console
     from swa_jax.report.bench_tables import HOW_TO_READ_CYCLES, cycles_table
     from swa_jax.report.progress import counted
 
     settings = read_settings(set_ or [])
     functions, chips = names or list(FUNCTIONS), chip or ["v6e"]
     check(functions, chips, settings)
+    check_output("--write", write)
     if write is not None:
-        check_output("--write", write)
         check_writable(functions, settings)
-    console, measured = table_console(), []
+    measured = []
     if not as_json:
-        for line in HOW_TO_READ_CYCLES:
-            console.print(line, highlight=False)
+        typer.echo(HOW_TO_READ_CYCLES)
     with counted("kernels compiled", len(functions) * len(chips), at_once=False) as advance:
         for name, target in itertools.product(functions, chips):
-            measured.append(measure(name, target, settings))
+            measurement = measure(name, target, settings)
+            measured.append(measurement.to_dict())
             advance(1)
-            if write is not None and (missing := write_row(write, measured[-1])) is not None:
+            if write is not None and (missing := write_row(write, measurement)) is not None:
                 typer.echo(missing, err=True)
             if not as_json:
-                console.print(cycles_table(measured[-1].to_dict(), ops))
-    if as_json:
-        print_json([measurement.to_dict() for measurement in measured])
+                show(cycles_table(measured[-1], ops))
+    print_report(measured, None, as_json)
 
 
-SHAPES, DOING = "Shapes", "What to do"
+in_shapes, in_doing = panel("Shapes"), panel("What to do")
 
 
 @dataclasses.dataclass
@@ -97,46 +99,37 @@ class Shapes(Options):
     """The calls to time: every pass at every length and window."""
 
     passes: Annotated[
-        list[str] | None,
-        Option("--pass", help="forward, forward+backward or decode, repeatable. Default: all.", rich_help_panel=SHAPES),
+        list[str] | None, in_shapes("--pass", help="forward, forward+backward or decode, repeatable. Default: all.")
     ] = None
     length: Annotated[
-        list[int] | None,
-        Option(
-            help="Tokens, repeatable. Default: 4096 to 131072; on a CPU 512 and 1024.", min=1, rich_help_panel=SHAPES
-        ),
+        list[int] | None, in_shapes(help="Tokens, repeatable. Default: 4096 to 131072; on a CPU 512 and 1024.", min=1)
     ] = None
     window: Annotated[
         list[int] | None,
-        Option(
-            help="Visible keys of a query, repeatable; 0 is full. Default: 1024, 2048, 0; on a CPU 128, 0.",
-            min=0,
-            rich_help_panel=SHAPES,
+        in_shapes(
+            help="Keys that a query sees, repeatable; 0 is full. Default: 1024, 2048, 0; on a CPU 128, 0.", min=0
         ),
     ] = None
-    heads: Annotated[int, Option(help="Query heads.", min=1, rich_help_panel=SHAPES)] = 32
-    kv_heads: Annotated[int, Option(help="KV heads.", min=1, rich_help_panel=SHAPES)] = 8
-    head_dim: Annotated[int, Option(help="Channels of a head.", min=1, rich_help_panel=SHAPES)] = 128
-    batch: Annotated[int, Option(help="Sequences, decoding aside.", min=1, rich_help_panel=SHAPES)] = 1
-    decode_batch: Annotated[int, Option(help="Sequences when decoding.", min=1, rich_help_panel=SHAPES)] = 8
+    heads: Annotated[int, in_shapes(help="Query heads.", min=1)] = 32
+    kv_heads: Annotated[int, in_shapes(help="KV heads.", min=1)] = 8
+    head_dim: Annotated[int, in_shapes(help="Channels of a head.", min=1)] = 128
+    batch: Annotated[int, in_shapes(help="Sequences of the forward and backward passes.", min=1)] = 1
+    decode_batch: Annotated[int, in_shapes(help="Sequences when decoding.", min=1)] = 8
     dtype: Annotated[
-        Literal["bfloat16", "float16", "float32"],
-        Option(help="The dtype of queries, keys and values.", rich_help_panel=SHAPES),
+        Literal["bfloat16", "float16", "float32"], in_shapes(help="The dtype of queries, keys and values.")
     ] = "bfloat16"
     documents: Annotated[
         int | None,
-        Option(
+        in_shapes(
             help="Tokens of a document. Rows are packed and have segment ids, as in training. Default: no segment ids.",
             min=1,
-            rich_help_panel=SHAPES,
         ),
     ] = None
     variant: Annotated[
         Literal["plain", "sink-tokens", "sigmoid", "routed"],
-        Option(
+        in_shapes(
             help="With 4 sink tokens, with sigmoid and ALiBi, or with 13 % of the rows routed to full attention. "
-            "Other libraries have only 'plain'.",
-            rich_help_panel=SHAPES,
+            "Other libraries have only 'plain'."
         ),
     ] = "plain"
 
@@ -172,20 +165,13 @@ class Shapes(Options):
 
 def attention(
     shapes: Shapes,
-    rounds: Annotated[int, Option(help="Each times every candidate once, in turn.", min=1, rich_help_panel=DOING)] = 20,
-    search: Annotated[
-        bool, Option("--search", help="Try tile sizes for this device instead.", rich_help_panel=DOING)
-    ] = False,
+    rounds: Annotated[int, in_doing(help="Rounds, each of which times every candidate once.", min=1)] = 20,
+    search: Annotated[bool, in_doing("--search", help="Find the fastest tile sizes for this device instead.")] = False,
     write: Annotated[
-        Path | None,
-        Option(
-            help="With --search: add the winners to this table. PALLAS_KERNELS_TILES=FILE uses it.",
-            rich_help_panel=DOING,
-        ),
+        Path | None, in_doing(help="With --search: add the winners to this table. PALLAS_KERNELS_TILES=FILE uses it.")
     ] = None,
     dry_run: Annotated[
-        bool,
-        Option("--dry-run", help="List what would run, with the kernels. Nothing is compiled.", rich_help_panel=DOING),
+        bool, in_doing("--dry-run", help="List what would run, with the kernels. Nothing is compiled.")
     ] = False,
     out: Annotated[Path | None, in_output(help="Also write the results to this JSON file.")] = None,
     as_json: Json = False,
@@ -198,20 +184,24 @@ def attention(
     import jax
 
     from pallas_kernels.dispatch import describe, dispatched
-    from swa_jax.base.files import write_json
     from swa_jax.bench.attention import candidates
     from swa_jax.report.progress import counted
 
-    if out is not None:
-        check_output("--out", out)
+    check_output("--out", out)
     if write is not None and not search:
         raise ConfigError("--write is for the winners of --search; --out takes the results of a comparison")
     cases = shapes.cases(on_cpu=jax.default_backend() == "cpu")
     if dry_run:
-        for case in cases:
-            typer.echo(f"{case}  {', '.join(c.name for c in candidates(case))}")
-            for launch in describe(dispatched(case.request())):
-                typer.echo(f"    {launch}")
+        planned = [
+            {
+                "case": str(case),
+                "candidates": [candidate.name for candidate in candidates(case)],
+                "launches": [str(launch) for launch in describe(dispatched(case.request()))],
+            }
+            for case in cases
+        ]
+        lines = ["\n    ".join([f"{p['case']}  {', '.join(p['candidates'])}", *p["launches"]]) for p in planned]
+        print_report(planned, "\n".join(lines), as_json)
         return
     device = jax.devices()[0].device_kind
     results: list[dict[str, Any]] = []
@@ -223,17 +213,15 @@ def attention(
                 results.append(_compare(case, rounds, device, not as_json))
             advance(1)
     report = {"device": device, "jax": jax.__version__, "rounds": rounds, "results": results}
-    if as_json:
-        print_json(report)
-    if out is not None:
-        write_json(out, report)
+    print_report(report, None, as_json)
+    write_report(report, out, as_json)
 
 
 app.command()(expand(attention))
 
 
-def _search(case: BenchCase, rounds: int, table: Path | None, show: bool) -> list[dict[str, Any]]:
-    """The best tile sizes, added to the table if there is one; with `show`, printed as JSON lines."""
+def _search(case: BenchCase, rounds: int, table: Path | None, printed: bool) -> list[dict[str, Any]]:
+    """The best tile sizes, added to the table if there is one; with `printed`, printed as JSON lines."""
     import jax
 
     from swa_jax.bench.search import search, write_rows
@@ -241,24 +229,23 @@ def _search(case: BenchCase, rounds: int, table: Path | None, show: bool) -> lis
     rows = [row for row, _ in search(case, rounds)]
     if table is not None:
         write_rows(table, jax.default_backend(), rows)
-    for row in rows if show else ():
+    for row in rows if printed else ():
         typer.echo(json.dumps(row))
     return rows
 
 
-def _compare(case: BenchCase, rounds: int, device: str, show: bool) -> dict[str, Any]:
-    """Times of all candidates; with `show`, printed as a table."""
+def _compare(case: BenchCase, rounds: int, device: str, printed: bool) -> dict[str, Any]:
+    """Times of all candidates; with `printed`, printed as a table."""
     from swa_jax.bench.attention import candidates, measure
-    from swa_jax.report import table_console
     from swa_jax.report.bench_tables import attention_table
 
     measured = measure(case, candidates(case), rounds).to_dict()
-    if show:
+    if printed:
         title = (
             f"{case}, {case.dtype}, {case.heads} heads, {case.kv_heads} KV heads, head_dim {case.head_dim}, "
             f"batch {case.batch}, on {device}"
         )
-        table_console().print(attention_table(measured, title))
+        show(attention_table(measured, title))
     return measured
 
 
@@ -274,7 +261,7 @@ def generation(
     length: Annotated[int, in_prompts(help="Tokens of a prompt.", min=1)] = 4096,
     new_tokens: Annotated[int, in_prompts(help="Tokens that are then written.", min=2)] = 64,
     batch_size: BatchSize = 4,
-    rounds: Annotated[int, in_running(help="Each times every ratio once, in turn.", min=1)] = 5,
+    rounds: Annotated[int, in_running(help="Rounds, each of which times every ratio once.", min=1)] = 5,
     dtype: ComputeDtype = None,
     seed: Seed = 0,
     out: Annotated[Path | None, in_output(help="Also write the results to this JSON file.")] = None,
@@ -286,15 +273,12 @@ def generation(
     """
     import jax
 
-    from swa_jax.base.files import write_json
     from swa_jax.bench.generation import measure
-    from swa_jax.report import table_console
     from swa_jax.report.bench_tables import generation_table
     from swa_jax.report.progress import Progress
     from swa_jax.select.heads import windowed_count
 
-    if out is not None:
-        check_output("--out", out)
+    check_output("--out", out)
     ratios = ratio or [0, 0.25, 0.5, 0.75, 1]
     for share in ratios:
         windowed_count(share, 1)  # a wrong one is said now
@@ -308,10 +292,5 @@ def generation(
     device = jax.devices()[0].device_kind
     title = f"{batch_size} prompts of {length} tokens, {new_tokens} new, window {seen.size}, on {device}"
     report = {"model": str(model), "device": device, "jax": jax.__version__} | seen.fields | settings | {"rows": rows}
-    if as_json:
-        print_json(report)
-    else:
-        table_console().print(generation_table(rows, title))
-    if out is not None:
-        write_json(out, report)
-        typer.echo(f"written to {out}", err=as_json)
+    print_report(report, generation_table(rows, title), as_json)
+    write_report(report, out, as_json)

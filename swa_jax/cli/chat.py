@@ -62,7 +62,7 @@ def chat(
         )
     decoder, tokenizer = load_checkpoint(model, dtype, yarn=yarn)
     sources = [] if pattern is None else [pattern]
-    ((_, decoder),) = with_patterns(decoder, sources, window.value)
+    ((_, decoder),) = with_patterns(decoder, sources, window.as_window)
     note_context(decoder.config, length)
     engine = Engine(decoder, slots=1, max_length=length, chunk=chunk, prefixes=2)
     begin: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]

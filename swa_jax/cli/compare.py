@@ -9,31 +9,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer import Option
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.families.pattern_files import is_pattern_file
 from swa_jax.cli.groups import Options
 from swa_jax.cli.options import (
-    OUTPUT,
-    PATTERN,
-    PROMPTS,
-    Chains,
-    Chat,
-    Haystack,
     Json,
-    Length,
     Model,
-    NumKeys,
     PromptKind,
     Seed,
     WindowGiven,
     check_window,
     find_model,
+    in_output,
+    in_pattern,
+    in_prompts,
     load_checkpoint,
     note_context,
     note_whole_prompts,
-    print_json,
+    panel,
+    print_report,
     resolve_patterns,
 )
 from swa_jax.cli.select_options import Counted, Force, Running
@@ -47,7 +42,7 @@ if TYPE_CHECKING:
     from swa_jax.model.config import ModelConfig
 
 HELD_OUT_SEED = 10**6  # far from any seed that prompts to choose by are drawn with
-CHOICE = "Methods and their choice"
+in_choice = panel("Methods and their choice")
 
 
 @dataclasses.dataclass
@@ -56,22 +51,10 @@ class Candidates(Options):
 
     pattern: Annotated[
         list[str] | None,
-        Option(
-            metavar="PATTERN",
-            help="A recipe or a pattern JSON, repeatable. full and window are always there.",
-            rich_help_panel=PATTERN,
-        ),
+        in_pattern(metavar="PATTERN", help="A recipe or a pattern JSON, repeatable. full and window are always there."),
     ] = None
     eval_window: Annotated[
-        int | None,
-        Option(
-            "--eval-window",
-            metavar="N",
-            help="Window while scoring. Default: that of the choice.",
-            min=1,
-            show_default=False,
-            rich_help_panel=PATTERN,
-        ),
+        int | None, in_pattern(metavar="N", help="Window while scoring. Default: that of the choice.", min=1)
     ] = None
 
     def patterns(self, given: Window, own: int | None, config: ModelConfig) -> list[tuple[str, AttentionPattern]]:
@@ -92,35 +75,22 @@ class Choice(Options):
 
     method: Annotated[
         list[str] | None,
-        Option(
+        in_choice(
             metavar="METHOD",
-            help="A method of `swa-jax select`, repeatable, or all of them: all. Default, without --pattern: "
-            f"{DEFAULT['layers']}. `swa-jax select --help` lists them.",
-            show_default=False,
-            rich_help_panel=CHOICE,
+            help="A method of `swa-jax select`, repeatable; all: every one. Default, without --pattern: "
+            f"{DEFAULT['layers']}.",
         ),
     ] = None
     ratio: Annotated[
         list[float] | None,
-        Option(
-            metavar="SHARE",
-            help="Share of the KV heads that a method windows, repeatable. Default: 0.5 and 0.75.",
-            show_default=False,
-            rich_help_panel=CHOICE,
+        in_choice(
+            metavar="SHARE", help="Share of the KV heads that a method windows, repeatable. Default: 0.5 and 0.75."
         ),
     ] = None
-    seeds: Annotated[
-        int, Option(metavar="N", help="Choices of a method, each by other prompts.", min=1, rich_help_panel=CHOICE)
-    ] = 3
-    iterations: Annotated[
-        int, Option(metavar="N", help="BOSCH: masks tried a layer of a subproblem.", min=1, rich_help_panel=CHOICE)
-    ] = 100
-    by: Annotated[By, Option(metavar="SCORE", help="BOSCH's score: answers or loss.", rich_help_panel=CHOICE)] = (
-        "answers"
-    )
-    against: Annotated[
-        str | None, Option(help="Show differences to this method.", show_default=False, rich_help_panel=OUTPUT)
-    ] = None
+    seeds: Annotated[int, in_choice(metavar="N", help="Choices, each from other prompts.", min=1)] = 3
+    iterations: Annotated[int, in_choice(metavar="N", help="BOSCH: masks to try a layer of a subproblem.", min=1)] = 100
+    by: Annotated[By, in_choice(metavar="SCORE", help="BOSCH: score masks by answers or loss.")] = "answers"
+    against: Annotated[str | None, in_output(help="Show differences to this method.")] = None
     force: Force = False
 
     @property
@@ -146,25 +116,12 @@ class Choice(Options):
 
 
 @dataclasses.dataclass
-class Prompts(Options):
-    """The prompts to choose by, and those to score on."""
+class Counts(Options):
+    """How many prompts to choose by, and how many to score on."""
 
-    examples: Annotated[
-        int, Option("--examples", metavar="N", help="Prompts to choose by.", min=1, rich_help_panel=PROMPTS)
-    ] = 64
-    held_out: Annotated[
-        int, Option("--held-out", metavar="N", help="Prompts to score on.", min=1, rich_help_panel=PROMPTS)
-    ] = 200
-    length: Length = 1024
-    keys: NumKeys = 1
-    haystack: Haystack = None
-    chains: Chains = None
-    chat: Chat = None
+    examples: Annotated[int, in_prompts(metavar="N", help="Prompts to choose by.", min=1)] = 64
+    held_out: Annotated[int, in_prompts(metavar="N", help="Prompts to score on.", min=1)] = 200
     seed: Seed = 0
-
-    @property
-    def kind(self) -> PromptKind:
-        return PromptKind(self.length, self.keys, self.haystack, self.chains, self.chat)
 
     def settings(self, model: Path, kind: PromptKind) -> dict[str, Any]:
         """What the rows say of their prompts."""
@@ -172,7 +129,7 @@ class Prompts(Options):
             "model": str(model),
             "examples": self.examples,
             "held_out": self.held_out,
-            "length": self.length,
+            "length": kind.length,
             **kind.settings(),
             "seed": self.seed,
         }
@@ -191,11 +148,12 @@ def _memory(counted: Counted, model: Path, config: ModelConfig, length: int) -> 
 
 def compare(
     model: Model,
-    out: Annotated[Path, Option(help="A folder for results, patterns and the picture.", rich_help_panel=OUTPUT)],
+    out: Annotated[Path, in_output(help="A folder for results, patterns and the picture.")],
     candidates: Candidates,
     window: WindowGiven,
     choice: Choice,
-    prompts: Prompts,
+    prompts: Counts,
+    kind: PromptKind,
     counted: Counted,
     running: Running,
     as_json: Json = False,
@@ -205,22 +163,21 @@ def compare(
     The prompts are others than those that the methods choose by. Run the same command again to go on after an
     interruption, or with more methods, ratios or seeds to add them.
     """
-    # What is wrong with these is said before anything is loaded.
-    methods, _ = choice.methods(bool(candidates.pattern)), prompts.kind
+    methods = choice.methods(bool(candidates.pattern))
     if methods and not choice.force:
-        check_window(window.value.size, prompts.length)
+        check_window(window.as_window.size, kind.length)
     from swa_jax.checkpoint.folder import weights_sum
     from swa_jax.report.progress import Progress
     from swa_jax.select.compare import PatternComparison
 
     model = find_model(model)
     decoder, tokenizer = load_checkpoint(model, running.dtype)
-    memory = _memory(counted, model, decoder.config, prompts.length)
-    whole = window.value.of(decoder.pattern.window, needed=bool(methods))
-    patterns = candidates.patterns(window.value, whole.size, decoder.config)
-    kind = prompts.kind.of(model)
+    memory = _memory(counted, model, decoder.config, kind.length)
+    whole = window.as_window.of(decoder.pattern.window, needed=bool(methods))
+    patterns = candidates.patterns(window.as_window, whole.size, decoder.config)
+    kind = kind.of(model)
     scored_on = kind.draw(tokenizer, prompts.held_out, HELD_OUT_SEED + prompts.seed)
-    note_context(decoder.config, prompts.length)
+    note_context(decoder.config, kind.length)
     note_whole_prompts(patterns, max(len(example.prompt) for example in scored_on))
     with Progress("patterns") as progress:
         comparison = PatternComparison(
@@ -248,7 +205,16 @@ def compare(
         rows = _counted(rows, memory, candidates.eval_window)
         where = f"KV cache of {memory.length} tokens {memory.place}"
         typer.echo(memory.steps, nl=bool(memory.steps), err=as_json)
-    _show(rows, choice.against, _title_window(patterns, whole.size), out, where, as_json)
+    from swa_jax.report.memory_charts import frontier_chart
+    from swa_jax.report.tables import compare_table
+    from swa_jax.select.compare import summary
+
+    summed, title_window = summary(rows, choice.against), _title_window(patterns, whole.size)
+    report = {"window": title_window, "memory": where, "rows": summed}
+    print_report(report, compare_table(summed, title_window, where), as_json)
+    title = "What the memory buys" + ("" if title_window is None else f" (window {title_window})")
+    frontier_chart(summed, out / "frontier.png", title=title, memory=where)
+    typer.echo(f"written to {out}", err=as_json)
 
 
 def _counted(rows: Sequence[dict[str, Any]], memory: Memory, eval_window: int | None) -> list[dict[str, Any]]:
@@ -265,20 +231,6 @@ def _counted(rows: Sequence[dict[str, Any]], memory: Memory, eval_window: int | 
     if not found:
         raise ConfigError(f"{memory.server} runs none of these patterns: compare without --for")
     return found
-
-
-def _show(rows: Sequence[Any], against: str | None, window: int | None, out: Path, memory: str, as_json: bool) -> None:
-    from swa_jax.report import compare_table, frontier_chart, table_console
-    from swa_jax.select.compare import summary
-
-    summed = summary(rows, against)
-    if as_json:
-        print_json({"window": window, "memory": memory, "rows": summed})
-    else:
-        table_console().print(compare_table(summed, window, memory))
-    title = "What the memory buys" + ("" if window is None else f" (window {window})")
-    frontier_chart(summed, out / "frontier.png", title=title, memory=memory)
-    typer.echo(f"written to {out}", err=as_json)
 
 
 def _title_window(patterns: Sequence[tuple[str, AttentionPattern]], known: int | None) -> int | None:

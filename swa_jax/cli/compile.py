@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.settings import load_config
 from swa_jax.cli.groups import Options
-from swa_jax.cli.options import Json, check_output, in_output, print_json
+from swa_jax.cli.options import Json, check_output, in_output, panel, print_report, write_report
 
 if TYPE_CHECKING:
-    from swa_jax.plan.candidates import RunChanges
     from swa_jax.train.config import TrainConfig
 
-STEP, SEARCH = "What to plan", "Search"
+in_step, in_search = panel("What to plan"), panel("Search")
 
 
 @dataclasses.dataclass
@@ -30,22 +31,13 @@ class SearchOptions(Options):
 
     search: Annotated[
         bool,
-        Option(
-            "--search",
-            help="Try meshes, remat modes, pieces of a batch and options of XLA; print the best as overrides.",
-            rich_help_panel=SEARCH,
+        in_search(
+            "--search", help="Try meshes, remat modes, pieces of a batch and XLA options; print the best as overrides."
         ),
     ] = False
-    tries: Annotated[
-        int | None, Option(help="Settings to compile, minutes each. Default: 6.", min=1, rich_help_panel=SEARCH)
-    ] = None
+    tries: Annotated[int | None, in_search(help="Settings to compile, minutes each. Default: 6.", min=1)] = None
     options: Annotated[
-        int | None,
-        Option(
-            help="Sets of options of XLA to compile the best settings with. Default: 5, which are all.",
-            min=0,
-            rich_help_panel=SEARCH,
-        ),
+        int | None, in_search(help="Sets of XLA options to try with the best settings. Default: all 5.", min=0)
     ] = None
 
     def check(self, step: str) -> None:
@@ -62,30 +54,18 @@ def compile_(
     overrides: Annotated[
         list[str] | None, Argument(metavar="[a.b=c]...", help="Settings that replace those of the file.")
     ] = None,
-    topology: Annotated[
-        str, Option(help="A TPU slice, such as v5e:16x16, v5p:4x4x8 or v6e:16x16.", rich_help_panel=STEP)
-    ] = "",
+    *,
+    topology: Annotated[str, in_step(help="A TPU slice, such as v5e:16x16, v5p:4x4x8 or v6e:16x16.")],
     step: Annotated[
         Literal["train", "prefill", "decode", "generate"],
-        Option(
-            help="The step. prefill, decode and both (generate) are in bf16, on mesh.tensor x mesh.fsdp chips.",
-            rich_help_panel=STEP,
-        ),
+        in_step(help="The step. prefill, decode and both (generate) are in bf16, on mesh.tensor x mesh.fsdp chips."),
     ] = "train",
-    stage: Annotated[int, Option(help="Which of the run's stages, from 0.", min=0, rich_help_panel=STEP)] = 0,
-    batch_size: Annotated[
-        int, Option("--batch-size", help="Prompts of a prefill or decode step.", min=1, rich_help_panel=STEP)
-    ] = 8,
+    stage: Annotated[int, in_step(help="Which of the run's stages, from 0.", min=0)] = 0,
+    batch_size: Annotated[int, in_step(help="Prompts of a prefill or decode step.", min=1)] = 8,
     length: Annotated[
-        int | None,
-        Option(
-            "--length", help="Tokens of a prompt. Default: the stage's sequence_length.", min=1, rich_help_panel=STEP
-        ),
+        int | None, in_step(help="Tokens of a prompt. Default: the stage's sequence_length.", min=1)
     ] = None,
-    new_tokens: Annotated[
-        int, Option(help="Tokens of each answer, for --step generate.", min=2, rich_help_panel=STEP)
-    ] = 512,
-    *,
+    new_tokens: Annotated[int, in_step(help="Tokens of each answer, for --step generate.", min=2)] = 512,
     searching: SearchOptions,
     out: Annotated[
         Path | None,
@@ -97,37 +77,30 @@ def compile_(
     as_json: Json = False,
 ) -> None:
     """Plan a run without a pod: does it fit a TPU slice, what does it send, how long might a step take?"""
-    if not topology:
-        raise ConfigError("give --topology, a TPU slice such as v5p:4x4x8")
     searching.check(step)
     # libtpu compiles; the host's CPU is the only device that this process needs.
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from swa_jax.base.files import write_json
     from swa_jax.plan.plan import plan
     from swa_jax.plan.text import describe
     from swa_jax.train.config import TrainConfig
 
+    check_output("--out", out)
+    overrides = overrides or []
+    settings = load_config(TrainConfig, config, overrides)
     if searching.search:
-        _search(config, overrides or [], topology, stage, searching, out, as_json)
+        compile_one = functools.partial(compile_apart, config, overrides, topology, stage)
+        _search(settings, compile_one, topology, stage, searching, out, as_json)
         return
-    if out is not None:
-        check_output("--out", out)
-    settings = load_config(TrainConfig, config, overrides or [])
     if step == "generate":
         report, text = _generate(settings, topology, stage, batch_size, length, new_tokens)
     else:
         report = plan(settings, topology, step=step, stage=stage, batch_size=batch_size, length=length)
         text = describe(report)
-    report = {"config": str(config), "overrides": overrides or []} | report
-    if as_json:
-        print_json(report)
-    else:
-        typer.echo(text)
-    if out is not None:
-        write_json(out, report)
-        typer.echo(f"written to {out}", err=as_json)
+    report = {"config": str(config), "overrides": overrides} | report
+    print_report(report, text, as_json)
+    write_report(report, out, as_json)
     if not report["serving" if step == "generate" else "memory"]["fits"]:
         raise typer.Exit(1)
 
@@ -152,28 +125,20 @@ def _generate(
 
 
 def _search(
-    config: Path,
-    overrides: list[str],
+    settings: TrainConfig,
+    compile_one: Callable[[list[str]], dict[str, Any]],
     topology: str,
     stage: int,
     searching: SearchOptions,
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Settings tried one after another; the table, and the best as overrides."""
+    """Settings tried one after another, each compiled with its overrides; the table, and the best as overrides."""
     from swa_jax.plan.search import TRIES, XLA_OPTIONS, SearchFile, Tried, key_of, search, to_json, workload
     from swa_jax.plan.search_text import describe_search
-    from swa_jax.train.config import TrainConfig
 
-    settings = load_config(TrainConfig, config, overrides)
     work = workload(settings, topology, stage)
-    results = None
-    if out is not None:
-        check_output("--out", out)
-        results = SearchFile(out, key_of(work, topology))
-
-    def compile_one(tried: RunChanges) -> dict[str, Any]:
-        return compile_apart(config, [*overrides, *tried.overrides(settings, stage)], topology, stage)
+    results = None if out is None else SearchFile(out, key_of(work, topology))
 
     def keep(tried: Tried) -> None:
         if results is not None:
@@ -185,7 +150,7 @@ def _search(
     try:
         found = search(
             work,
-            compile_one,
+            lambda tried: compile_one(tried.overrides(settings, stage)),
             tries=searching.tries or TRIES,
             options=XLA_OPTIONS[: searching.options],
             known=results.tried if results else (),
@@ -196,10 +161,7 @@ def _search(
         where = f"the results so far are in {out}: the same command goes on from them" if out else "nothing is kept"
         raise ConfigError(f"interrupted; {where}") from None
     report = to_json(found, settings, stage)
-    if as_json:
-        print_json(report)
-    else:
-        typer.echo(describe_search(found, settings, stage, topology))
+    print_report(report, describe_search(found, settings, stage, topology), as_json)
     if results is not None:
         results.finish(report)
         typer.echo(f"written to {out}", err=as_json)
@@ -207,8 +169,13 @@ def _search(
         raise typer.Exit(1)
 
 
-def compile_apart(config: Path, overrides: list[str], topology: str, stage: int) -> dict[str, Any]:
-    """The plan of `swa-jax compile` in a process of its own, which the compiler may end, or leave full of memory.
+def compile_apart(
+    config: Path, overrides: list[str], topology: str, stage: int, more: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The plan of `swa-jax compile`, in a process of its own, which the compiler may end, or leave full of memory.
+
+    Args:
+      more: further overrides.
 
     Raises:
       ConfigError: no plan can be made; the sentence says what the process said.
@@ -217,7 +184,7 @@ def compile_apart(config: Path, overrides: list[str], topology: str, stage: int)
 
     with tempfile.TemporaryDirectory(prefix="swa_jax_plan_") as folder:
         out = Path(folder) / "plan.json"
-        command = [sys.executable, "-m", "swa_jax.cli", "compile", str(config), *overrides]
+        command = [sys.executable, "-m", "swa_jax.cli", "compile", str(config), *overrides, *more]
         command += ["--topology", topology, "--stage", str(stage), "--out", str(out)]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace")
         if out.exists():

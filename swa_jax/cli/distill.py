@@ -11,7 +11,6 @@ import typer
 from swa_jax.cli.generate_options import (
     Chunk,
     MaxNewTokens,
-    Mesh,
     Samples,
     Slots,
     Temperature,
@@ -22,6 +21,7 @@ from swa_jax.cli.generate_options import (
 )
 from swa_jax.cli.options import (
     ComputeDtype,
+    Mesh,
     Model,
     Seed,
     check_output,
@@ -97,7 +97,7 @@ def distill(
     records = [prompt.record or {} for prompt in texts]
     where = f"{prompts}, prompt"
     check_records(keep, answer_field, records, where)
-    partition = None if mesh is None else parse_mesh(mesh)
+    partition = parse_mesh(mesh)
     model = find_model(model)
     decoder, tokenizer = load_checkpoint(model, dtype, partition)
     if top_logprobs >= decoder.config.vocab_size:

@@ -14,7 +14,6 @@ from swa_jax.base.errors import ConfigError
 from swa_jax.cli.generate_options import (
     Chunk,
     MaxNewTokens,
-    Mesh,
     Pattern,
     Prefixes,
     PromptFile,
@@ -30,6 +29,7 @@ from swa_jax.cli.generate_options import (
 )
 from swa_jax.cli.options import (
     ComputeDtype,
+    Mesh,
     Model,
     Seed,
     WindowGiven,
@@ -43,7 +43,6 @@ from swa_jax.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from swa_jax.data.prompt_file import Prompt
     from swa_jax.data.reply_text import ReplyText
     from swa_jax.data.tokenizer import Tokenizer
     from swa_jax.model.decoder import Decoder
@@ -83,19 +82,23 @@ def generate(
     seed: Seed = 0,
 ) -> None:
     """Continue a prompt and print the new text, or all prompts of a file."""
+    from swa_jax.checkpoint.folder import weights_sum
     from swa_jax.data.chat import prompt_tokens
+    from swa_jax.data.prompt_file import Prompt, read_prompts
     from swa_jax.model.generate import sampling
 
-    if (prompt is None) == (prompts is None):
+    if prompt is not None and prompts is None:
+        texts = [Prompt(_text(prompt), None)]
+    elif prompts is not None and prompt is None:
+        texts = read_prompts(prompts)
+    else:
         raise ConfigError("give either a prompt or --prompts FILE")
-    if out is not None:
-        check_output("--out", out)
+    check_output("--out", out)
     drawn = sampling(temperature, top_k, top_p)
-    texts = _prompts(prompt, prompts)
-    partition = None if mesh is None else parse_mesh(mesh)
+    partition = parse_mesh(mesh)
     model = find_model(model)
     decoder, tokenizer = load_checkpoint(model, dtype, partition, yarn)
-    ((_, decoder),) = with_patterns(decoder, [] if pattern is None else [pattern], window.value)
+    ((_, decoder),) = with_patterns(decoder, [] if pattern is None else [pattern], window.as_window)
     tokens = [ids for ids in prompt_tokens(model, tokenizer, texts, chat) for _ in range(samples)]
     note_context(decoder.config, max(map(len, tokens)) + max_new_tokens)
     pieces = 1 if partition is None else partition.size("batch")
@@ -114,7 +117,7 @@ def generate(
 
     if out is not None:
         settings = [
-            _weights_sum(model), decoder.pattern.to_json(), yarn, str(decoder.embedding[...].dtype), tokens,
+            weights_sum(model), decoder.pattern.to_json(), yarn, str(decoder.embedding[...].dtype), tokens,
             max_new_tokens, temperature, top_k, top_p, stop, seed,
         ]  # fmt: skip
         _write_file(out, settings, samples, len(tokens), replies)
@@ -164,15 +167,6 @@ def write_replies(
             yield PartialReply(number, new, text.text, counts[number], ended_by)
 
 
-def _prompts(prompt: str | None, file: Path | None) -> list[Prompt]:
-    from swa_jax.data.prompt_file import Prompt, read_prompts
-
-    if file is not None:
-        return read_prompts(file)
-    assert prompt is not None
-    return [Prompt(_text(prompt), None)]
-
-
 def _write_file(out: Path, settings: Any, samples: int, count: int, replies: Any) -> None:
     from swa_jax.data.prompt_file import ReplyFile
     from swa_jax.report.progress import counted
@@ -185,15 +179,8 @@ def _write_file(out: Path, settings: Any, samples: int, count: int, replies: Any
         for reply in replies(done) if len(done) < count else ():
             if reply.ended_by is not None:
                 prompt, sample = divmod(reply.number, samples)
-                file.add(
-                    {
-                        "prompt": prompt,
-                        "sample": sample,
-                        "text": reply.text,
-                        "tokens": reply.tokens,
-                        "ended_by": reply.ended_by,
-                    }
-                )
+                found = {"text": reply.text, "tokens": reply.tokens, "ended_by": reply.ended_by}
+                file.add({"prompt": prompt, "sample": sample} | found)
                 advance(1)
     file.finish()
     typer.echo(f"{out}: {count} replies")
@@ -211,12 +198,6 @@ def _print_in_order(replies: Iterator[PartialReply]) -> None:
         while (next_one := ended.pop(printed, None)) is not None:
             typer.echo(json.dumps(next_one.text, ensure_ascii=False))
             printed += 1
-
-
-def _weights_sum(model: Path) -> str:
-    from swa_jax.checkpoint.folder import weights_sum
-
-    return weights_sum(model)
 
 
 def _text(prompt: str) -> str:

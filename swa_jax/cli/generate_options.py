@@ -2,54 +2,40 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option
+from typer import Argument
 
-from swa_jax.cli.options import CHAT, in_output, in_pattern, in_prompts, in_running
+from swa_jax.cli.options import in_chat, in_output, in_pattern, in_prompts, in_running, panel
 
-in_sampling = functools.partial(Option, rich_help_panel="Sampling")
+in_sampling = panel("Sampling")
 
 Pattern = Annotated[str | None, in_pattern(help="A recipe or a pattern JSON. Default: the checkpoint's own.")]
 MaxNewTokens = Annotated[int, in_sampling(help="Tokens to write at most.", min=1)]
-Temperature = Annotated[float, in_sampling(help="0 takes the likeliest token.", min=0)]
+Temperature = Annotated[float, in_sampling(help="Randomness of sampling; 0 takes the likeliest token.", min=0)]
 TopK = Annotated[int | None, in_sampling(help="Sample among the K likeliest tokens.", min=1)]
-TopP = Annotated[float | None, in_sampling(help="Sample among the likeliest tokens that make up P.")]
-Stop = Annotated[
-    list[str] | None,
-    in_sampling(help="A text that ends a reply and is not part of it; may be given several times.", show_default=False),
+TopP = Annotated[
+    float | None, in_sampling(help="Sample among the likeliest tokens that together have the probability P.")
 ]
+Stop = Annotated[list[str] | None, in_sampling(help="A text that ends a reply and is not part of it, repeatable.")]
 Chunk = Annotated[int, in_running(help="Prompt tokens computed at once.", min=1)]
 PromptText = Annotated[str | None, Argument(help="The text to continue; - reads it from standard input.")]
 PromptFile = Annotated[
     Path | None,
     in_prompts(
         help='A file of prompts: .txt has one a line; else each line is a JSON text, {"prompt": text} or '
-        '{"messages": [...]}.',
-        show_default=False,
+        '{"messages": [...]}.'
     ),
 ]
 Samples = Annotated[int, in_prompts("--samples", "-n", help="Replies to each prompt.", min=1)]
-WithTemplate = Annotated[
-    bool, Option("--chat", help="Put each prompt into the model's chat template.", rich_help_panel=CHAT)
-]
-Thinking = Annotated[
-    bool | None,
-    Option(
-        "--thinking/--no-thinking",
-        help="Whether the model thinks first, if its chat template can switch that.",
-        rich_help_panel=CHAT,
-    ),
-]
+WithTemplate = Annotated[bool, in_chat("--chat", help="Put each prompt into the model's chat template.")]
+Thinking = Annotated[bool | None, in_chat(help="Whether the model thinks first, if its chat template can switch that.")]
 ReplyPath = Annotated[
     Path | None,
     in_output(
-        help="A new file for the replies, one JSON object a line. The same command goes on after an interruption.",
-        show_default=False,
+        help="A new file for the replies, one JSON object a line. The same command goes on after an interruption."
     ),
 ]
-Slots = Annotated[int, in_running(help="Replies that are written at once.", min=1)]
+Slots = Annotated[int, in_running(help="Replies generated at once.", min=1)]
 Prefixes = Annotated[int, in_running(help="Prompts whose caches are remembered for others that begin alike.", min=0)]
-Mesh = Annotated[str | None, in_running(help="Split the model over the devices: tensor=8.")]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import typing
 from collections.abc import Callable
 from typing import Any
 
 
 class Options:
-    """The base of groups. The parameters of a group's constructor are options, as those of a command are."""
+    """The base of groups, which are dataclasses: each field is an option, as the parameters of a command are."""
 
 
 def expand(command: Callable[..., None]) -> Callable[..., None]:
@@ -23,17 +24,25 @@ def expand(command: Callable[..., None]) -> Callable[..., None]:
         for name, one in own.items()
         if isinstance(one.annotation, type) and issubclass(one.annotation, Options)
     }
-    fields = {name: inspect.signature(group, eval_str=True).parameters for name, group in groups.items()}
+    fields = {name: _options(group) for name, group in groups.items()}
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
-        made = {name: group(**{field: given.pop(field) for field in fields[name]}) for name, group in groups.items()}
+        made = {
+            name: group(**{one.name: given.pop(one.name) for one in fields[name]}) for name, group in groups.items()
+        }
         command(**made, **given)
 
     parameters: list[inspect.Parameter] = []
     for name, one in own.items():
-        parameters += fields[name].values() if name in groups else [one]
+        parameters += fields[name] if name in groups else [one]
     run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
     )
     return run
+
+
+def _options(group: type[Options]) -> list[inspect.Parameter]:
+    """What the constructor takes; the annotation of an inherited field is read where that stands."""
+    hints = typing.get_type_hints(group, include_extras=True)
+    return [one.replace(annotation=hints[one.name]) for one in inspect.signature(group).parameters.values()]

@@ -25,7 +25,7 @@ from swa_jax.cli.generate import generate
 from swa_jax.cli.generate_options import Pattern
 from swa_jax.cli.groups import expand
 from swa_jax.cli.kept_programs import keep_programs
-from swa_jax.cli.options import BatchedTokens, Model, ServeLength, WindowSize, find_model, resolve_patterns
+from swa_jax.cli.options import BatchedTokens, Model, WindowSize, find_model, in_serving, resolve_patterns
 from swa_jax.cli.pattern import app as pattern_app
 from swa_jax.cli.select import app as select_app
 from swa_jax.cli.train import train
@@ -121,7 +121,7 @@ def import_(
     ],
     destination: Annotated[Path, Argument(help="A new folder for the checkpoint.")],
     pattern: Annotated[
-        str | None, Option(help="A recipe or a pattern JSON; default: what the model's config.json says.")
+        str | None, Option(help="A recipe or a pattern JSON. Default: what the model's config.json says.")
     ] = None,
 ) -> None:
     """Turn a model into a checkpoint folder."""
@@ -141,23 +141,25 @@ def export(
     window: WindowSize = None,
     server: Annotated[
         str | None,
-        Option(
+        in_serving(
             "--for",
             metavar="SERVER",
             help="Who will run it: transformers, vllm, tpu-inference or sglang. What it cannot run is refused.",
         ),
     ] = None,
     as_full: Annotated[
-        bool, Option("--as-full", help="Full attention in every layer where the server cannot do better.")
+        bool, in_serving("--as-full", help="Full attention in every layer where the server cannot do better.")
     ] = False,
-    serve_length: ServeLength = None,
+    serve_length: Annotated[
+        int | None,
+        in_serving(metavar="N", help="Tokens of the sequence that is counted. Default: the model's context.", min=1),
+    ] = None,
     batched_tokens: BatchedTokens = None,
     canary: Annotated[
         bool,
-        Option(
-            "--canary/--no-canary",
+        in_serving(
             help="Write canary.json and check_server.py, which tell what a server really computes. Takes seconds for a "
-            "small model and minutes for a large one.",
+            "small model and minutes for a large one."
         ),
     ] = True,
 ) -> None:
@@ -169,7 +171,7 @@ def export(
     if as_full and server is None:
         raise ConfigError("--as-full needs --for SERVER: whose full attention is meant")
     if server is None and (serve_length or batched_tokens):
-        raise ConfigError("--serve-length and --batched-tokens are of a server: name it with --for")
+        raise ConfigError("--serve-length and --batched-tokens are for a server: name it with --for")
     if window is not None and pattern is None:
         raise ConfigError("--window is the window of a recipe: name one with --pattern")
     folder, chosen = find_model(checkpoint), None

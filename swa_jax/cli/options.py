@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from typer import Argument, Option, echo
 
 from swa_jax.base.errors import ConfigError
+from swa_jax.base.files import write_json
 from swa_jax.checkpoint.families.pattern_files import choose_pattern, is_pattern_file, no_window, read_pattern
 from swa_jax.cli.groups import Options
 from swa_jax.model.config import ModelConfig
@@ -23,17 +24,22 @@ from swa_jax.model.recipes import DEFAULT_WINDOW
 from swa_jax.model.window import Window
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from swa_jax.data.chat import Wrap
     from swa_jax.data.tokenizer import Tokenizer
     from swa_jax.evaluate import Example
     from swa_jax.model.decoder import Decoder
     from swa_jax.model.sharding import Partition
 
-# Panels of `--help`, in which options stand together.
-PATTERN, PROMPTS, RUNNING, OUTPUT = "Pattern", "Prompts", "Running", "Output"
-SERVING, CHAT = "Serving", "Chat"
-in_pattern, in_prompts, in_running, in_output = (
-    functools.partial(Option, rich_help_panel=panel) for panel in (PATTERN, PROMPTS, RUNNING, OUTPUT)
+
+def panel(title: str) -> functools.partial[Any]:
+    """What declares the options that stand together in `--help`, under this title."""
+    return functools.partial(Option, rich_help_panel=title)
+
+
+in_pattern, in_prompts, in_running, in_output, in_serving, in_chat = map(
+    panel, ("Pattern", "Prompts", "Running", "Output", "Serving", "Chat")
 )
 
 Model = Annotated[
@@ -41,80 +47,53 @@ Model = Annotated[
     Argument(help="A checkpoint, Hugging Face or PEFT folder, a GGUF file, the id of a Hub model, chains or recall."),
 ]
 WindowSize = Annotated[
-    int | None, in_pattern("--window", metavar="N", help="Visible keys of a windowed query, its own included.", min=1)
+    int | None, in_pattern(metavar="N", help="Keys that a windowed query sees, its own included.", min=1)
 ]
 SinkTokens = Annotated[
-    int | None,
-    in_pattern("--sink-tokens", metavar="N", help="First tokens that stay visible beside the window.", min=0),
+    int | None, in_pattern(metavar="N", help="First tokens that stay visible beside the window.", min=0)
 ]
-FullDecode = Annotated[
-    bool | None, in_pattern("--fa-decode/--no-fa-decode", help="Whether the tokens of an answer see everything.")
-]
+FullDecode = Annotated[bool | None, in_pattern(help="Whether answers see the whole context.")]
 Yarn = Annotated[
-    float | None, in_pattern("--yarn", help="Stretch the model's context by this factor with YaRN, for longer prompts.")
+    float | None, in_pattern(help="Stretch the model's context by this factor with YaRN, for longer prompts.")
 ]
-NumKeys = Annotated[int, in_prompts("--keys", metavar="N", help="Needles hidden, one asked for.", min=1)]
+NumKeys = Annotated[int, in_prompts(metavar="N", help="Needles in a prompt.", min=1)]
 Chains = Annotated[str | None, in_prompts(metavar="CHAINS", help="Chains, not needles: hops=1-3,rivals=3,gap=32.")]
-Length = Annotated[int, in_prompts("--length", metavar="N", help="Tokens, the answer included.", min=1)]
-Chat = Annotated[
-    bool | None, Option("--chat/--no-chat", help="Ask in the chat template, if there is one.", rich_help_panel=CHAT)
-]
+Length = Annotated[int, in_prompts(metavar="N", help="Tokens, the answer included.", min=1)]
+Chat = Annotated[bool | None, in_chat(help="Use the chat template. Default: if there is one.")]
 Haystack = Annotated[
-    Path | None,
-    in_prompts("--haystack", help="A text, or a folder of texts, to hide needles in. Default: Python library sources."),
+    Path | None, in_prompts(help="A text, or a folder of texts, to hide needles in. Default: Python library sources.")
 ]
 Json = Annotated[bool, in_output("--json", help="Print JSON, not tables; all else goes to standard error.")]
-BatchSize = Annotated[int, in_running("--batch-size", metavar="N", help="Sequences at a time.", min=1)]
+BatchSize = Annotated[int, in_running(metavar="N", help="Sequences computed at once.", min=1)]
 Server = Annotated[
     str | None,
-    Option(
-        "--for",
-        metavar="SERVER",
-        help="Count the cache as in transformers, vllm, tpu-inference or sglang.",
-        show_default=False,
-        rich_help_panel=SERVING,
-    ),
+    in_serving("--for", metavar="SERVER", help="Count the cache as in transformers, vllm, tpu-inference or sglang."),
 ]
 ServeLength = Annotated[
-    int | None,
-    Option(
-        "--serve-length",
-        metavar="N",
-        help="Tokens of the sequence. Default: --length.",
-        min=1,
-        show_default=False,
-        rich_help_panel=SERVING,
-    ),
+    int | None, in_serving(metavar="N", help="Tokens of the sequence that is counted. Default: --length.", min=1)
 ]
-BatchedTokens = Annotated[
-    int | None,
-    Option(
-        "--batched-tokens",
-        metavar="N",
-        help="Tokens of prompts that vLLM reads at once.",
-        min=1,
-        show_default=False,
-        rich_help_panel=SERVING,
-    ),
+BatchedTokens = Annotated[int | None, in_serving(metavar="N", help="Prompt tokens that vLLM computes at once.", min=1)]
+Mesh = Annotated[
+    str | None, in_running(help="Spread weights and sequences over the devices, such as data=2,fsdp=4 or tensor=8.")
 ]
-Seed = Annotated[int, in_running("--seed", metavar="N", help="The seed of everything that is drawn.", min=0)]
+Seed = Annotated[int, in_running(metavar="N", help="Seed of random draws.", min=0)]
 Dtype = Literal["float32", "bfloat16"]
 ComputeDtype = Annotated[
     Dtype | None,
-    in_running("--dtype", metavar="DTYPE", help="float32 or bfloat16. Default: as stored. CPUs are faster in float32."),
+    in_running(metavar="DTYPE", help="float32 or bfloat16. Default: as stored. CPUs are faster in float32."),
 ]
 
 
 @dataclasses.dataclass
 class WindowGiven(Options):
-    """What the user says of windows, in place of what a pattern has."""
+    """What the user says of windows, in place of what a pattern has; all three are None where nothing is said."""
 
     window: WindowSize = None
     sink_tokens: SinkTokens = None
     fa_decode: FullDecode = None
 
     @property
-    def value(self) -> Window:
+    def as_window(self) -> Window:
         return Window(self.window, self.sink_tokens, self.fa_decode)
 
 
@@ -148,17 +127,35 @@ def resolve_patterns(
     return patterns
 
 
-def print_json(value: Any) -> None:
-    """What `--json` prints."""
-    echo(json.dumps(value, indent=2))
+def show(shown: RenderableType) -> None:
+    """Print a text, or a table as wide as the terminal."""
+    if isinstance(shown, str):
+        echo(shown)
+        return
+    from swa_jax.report.tables import table_console
+
+    table_console().print(shown)
 
 
-def check_output(option: str, file: Path) -> None:
-    """Find out before the work what would keep its result from being written: a folder's name, no permission.
+def print_report(report: Any, shown: RenderableType | None, as_json: bool) -> None:
+    """Print a report as JSON, or else what is shown of it, if not all was."""
+    if as_json:
+        echo(json.dumps(report, indent=2))
+    elif shown is not None:
+        show(shown)
 
-    Raises:
-      ConfigError: the file could not be written.
-    """
+
+def write_report(report: Any, out: Path | None, as_json: bool) -> None:
+    """Write a report to a file, where one is named, and say so, beside JSON on standard error."""
+    if out is not None:
+        write_json(out, report)
+        echo(f"written to {out}", err=as_json)
+
+
+def check_output(option: str, file: Path | None) -> None:
+    """Raise `ConfigError` before the work if the file, where one is named, could not be written after it."""
+    if file is None:
+        return
     if file.is_dir():
         raise ConfigError(f"{option} is {file}, a folder: name a file in it")
     if file.parent.is_file():
@@ -195,12 +192,14 @@ def load_checkpoint(
     return decoder, load_tokenizer(model).within(decoder.config.vocab_size)
 
 
-def parse_mesh(text: str) -> Partition:
-    """`data=2,fsdp=4` over all devices of this machine; axes that are not named count 1."""
+def parse_mesh(text: str | None) -> Partition | None:
+    """`data=2,fsdp=4` over all devices of this machine; axes that are not named count 1. None: no mesh."""
     import jax
 
     from swa_jax.model.sharding import AXES, MeshConfig, Partition, make_mesh
 
+    if text is None:
+        return None
     sizes = dict.fromkeys(AXES, 1)
     for part in text.split(","):
         name, _, size = part.partition("=")
@@ -240,24 +239,24 @@ def draw_needles(
 CHAINS = re.compile(r"hops=([1-9])(?:-([1-9]))?(?:,rivals=(\d+))?(?:,gap=(\d+))?")
 
 
-@dataclasses.dataclass(frozen=True)
-class PromptKind:
-    """What prompts are drawn: needles, or the chains of `--chains`."""
+@dataclasses.dataclass
+class PromptKind(Options):
+    """Which prompts are drawn: needles, or the chains of `--chains`."""
 
-    length: int
-    keys: int = 1
-    haystack: Path | None = None
-    chains: str | None = None
-    chat: bool | None = None  # None: as the model has it, which `of` finds out
-    wrap: Wrap | None = None  # what stands around a question in its chat template
+    length: Length = 1024
+    keys: NumKeys = 1
+    haystack: Haystack = None
+    chains: Chains = None
+    chat: Chat = None  # None: as the model has it, which `of` finds out
 
     def __post_init__(self) -> None:
+        self.wrap: Wrap | None = None  # what stands around a question, which `of` finds out, too
         if self.chains is None:
             return
         if self.chat:
-            raise ConfigError("--chat is of needles; the words of --chains are no chat: leave one of them out")
+            raise ConfigError("--chat is for needles, which --chains replaces: leave one of them out")
         if self.keys != 1:
-            raise ConfigError("--keys is of needles, which --chains replaces: leave one of them out")
+            raise ConfigError("--keys is for needles, which --chains replaces: leave one of them out")
         found = CHAINS.fullmatch(self.chains)
         if found is None or int(found[2] or 9) < int(found[1]):
             raise ConfigError(
@@ -278,7 +277,9 @@ class PromptKind:
         from swa_jax.data.chat import find_wrap
 
         wrap = None if self.chains else find_wrap(model, self.chat)
-        return dataclasses.replace(self, chat=wrap is not None, wrap=wrap)
+        kind = dataclasses.replace(self, chat=wrap is not None)
+        kind.wrap = wrap
+        return kind
 
     def draw(self, tokenizer: Tokenizer, count: int, seed: int) -> list[Example]:
         """`count` prompts; of several numbers of hops, each in turn."""

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
-from typer import Argument, Option
+from typer import Argument
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.families.pattern_files import is_pattern_file, layers_of_file
 from swa_jax.cli.groups import expand
-from swa_jax.cli.options import BatchedTokens, WindowGiven, check_output, find_model, resolve_patterns
+from swa_jax.cli.options import (
+    BatchedTokens,
+    Json,
+    WindowGiven,
+    check_output,
+    find_model,
+    in_output,
+    in_pattern,
+    in_serving,
+    print_report,
+    resolve_patterns,
+)
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import HYBRID, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import OWN
 
 Source = "a recipe such as interleave-1-in-4+fa-decode, or a pattern JSON"
-Layers = Annotated[int | None, Option("--layers", help="Layers of the model.", min=1)]
-OfModel = Annotated[Path | None, Option("--model", help="A model by any of its names, in place of --layers.")]
+Layers = Annotated[int | None, in_pattern(help="Layers of the model.", min=1)]
+OfModel = Annotated[Path | None, in_pattern(help="A model by any of its names, in place of --layers.")]
 
 
 class PatternVerbs(typer.core.TyperGroup):
@@ -58,55 +70,75 @@ def print_(
     *,
     window: WindowGiven,
     length: Annotated[
-        int, Option(help="With --model: the tokens of a sequence whose key/value cache is counted.", min=1)
+        int, in_serving(help="With --model: tokens of the sequence whose key/value cache is counted.", min=1)
     ] = 32768,
     batched_tokens: BatchedTokens = None,
-    out: Annotated[Path | None, Option(help="Write the pattern to this JSON file.")] = None,
+    out: Annotated[Path | None, in_output(help="Write the pattern to this JSON file.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Print which layer attends how: F full, w window, h head hybrid, S switch.
 
     With --model also what the key/value cache of a sequence takes, here and in the servers that run the pattern.
     """
-    if out is not None:
-        check_output("--out", out)
+    check_output("--out", out)
     size, own_window = _size([recipe], layers, model)
-    (chosen,) = resolve_patterns([recipe], size, window.value, own_window)
-    typer.echo(chosen)
+    (chosen,) = resolve_patterns([recipe], size, window.as_window, own_window)
+    report: dict[str, Any] = {"pattern": json.loads(chosen.to_json())}
+    lines = [str(chosen)]
     if model is not None:
-        typer.echo("\n".join(_cache_lines(model, chosen, length, batched_tokens)))
+        report |= {"length": length, "caches": list(_caches(model, chosen, length, batched_tokens))}
+        lines += [f"key/value cache of a sequence of {length} tokens in bf16, and its share of full attention's there:"]
+        lines += [line for cache in report["caches"] for line in _cache_lines(cache, chosen)]
+    print_report(report, "\n".join(lines), as_json)
     if out is not None:
         chosen.to_json(out)
-        typer.echo(f"written to {out}")
+        typer.echo(f"written to {out}", err=as_json)
 
 
 app.command("print")(expand(print_))
 
 
-def _cache_lines(model: Path, pattern: AttentionPattern, length: int, batched_tokens: int | None) -> Iterator[str]:
-    """What the cache of a sequence takes here and as each server allocates it, with a warning at a cliff."""
+def _caches(
+    model: Path, pattern: AttentionPattern, length: int, batched_tokens: int | None
+) -> Iterator[dict[str, Any]]:
+    """What the cache of a sequence takes here and as each server allocates it, or why a server cannot run the pattern.
+
+    At a cliff `better_full_layers` is the nearest number of full layers that the server groups without much waste.
+    """
     from swa_jax.checkpoint.folder import open_checkpoint
     from swa_jax.checkpoint.served_cache import BLOCKS, Memory
     from swa_jax.checkpoint.servers import SERVERS
 
     checkpoint = open_checkpoint(find_model(model))
-    yield f"key/value cache of a sequence of {length} tokens in bf16, and its share of full attention's there:"
     for server in (None, *SERVERS):
         given = batched_tokens if server in BLOCKS else None
         memory = Memory(checkpoint.config, checkpoint.hf_config, length, server, given)
-        name = "here" if server is None else f"{server} {SERVERS[server].version}"
+        where = {"server": server, "version": None if server is None else SERVERS[server].version}
         try:
-            size, share = memory.bytes(pattern), memory.share(pattern)
+            found = {"bytes": memory.bytes(pattern), "share": memory.share(pattern)}
         except ConfigError as error:
-            yield f"  {str(error).split('; ')[0]}"
+            yield where | {"refused": str(error).split("; ")[0]}
             continue
-        yield f"  {name:22} {size / 2**20:10.1f} MiB  {share:6.1%}"
-        if WINDOW in pattern.layer_types and memory.steps:
-            yield f"    {memory.steps}"
-        if (better := memory.better_full_layers(pattern)) is not None:
-            yield (
-                f"    It pads groups of layers to one size, which costs much with {len(pattern.full_layers)} full "
-                f"layers of {pattern.num_layers}. The nearest number without that is {better} full layers."
-            )
+        steps = memory.steps if WINDOW in pattern.layer_types else ""
+        better = memory.better_full_layers(pattern)
+        yield where | found | {"batched_tokens": memory.batched_tokens, "steps": steps, "better_full_layers": better}
+
+
+def _cache_lines(cache: dict[str, Any], pattern: AttentionPattern) -> Iterator[str]:
+    """One of the caches in words, with a warning at a cliff."""
+    if "refused" in cache:
+        yield f"  {cache['refused']}"
+        return
+    name = "here" if cache["server"] is None else f"{cache['server']} {cache['version']}"
+    yield f"  {name:22} {cache['bytes'] / 2**20:10.1f} MiB  {cache['share']:6.1%}"
+    if cache["steps"]:
+        yield f"    {cache['steps']}"
+    if cache["better_full_layers"] is not None:
+        yield (
+            f"    It pads groups of layers to one size, which costs much with {len(pattern.full_layers)} full "
+            f"layers of {pattern.num_layers}. The nearest number without that is {cache['better_full_layers']} full "
+            "layers."
+        )
 
 
 @app.command()
@@ -116,19 +148,19 @@ def diff(
     layers: Layers = None,
     model: OfModel = None,
     kv_heads: Annotated[
-        int | None, Option(help="KV heads of a layer. Needed where a layer has heads of both kinds.", min=1)
+        int | None, in_pattern(help="KV heads of a layer. Needed where a layer has heads of both kinds.", min=1)
     ] = None,
     swap: Annotated[
         Path | None,
-        Option(help="Write the second with the heads that only the first windows, in place of as many at random."),
+        in_output(help="Write the second here, with the heads that only the first windows in place of as many drawn."),
     ] = None,
-    seed: Annotated[int, Option(help="The seed of the heads drawn for --swap.", min=0)] = 0,
+    seed: Annotated[int, in_output(help="Seed of the heads drawn for --swap.", min=0)] = 0,
+    as_json: Json = False,
 ) -> None:
     """Compare two patterns: turnover of the windowed heads, Jaccard distances, where they differ, ranks of scores."""
     from swa_jax.select.heads import compare_masks, head_mask, rank_correlation
 
-    if swap is not None:
-        check_output("--swap", swap)
+    check_output("--swap", swap)
     size, own_window = _size([first, second], layers, model)
     patterns = resolve_patterns([first, second], size, OWN, own_window)
     if kv_heads is None and isinstance(size, ModelConfig):
@@ -136,26 +168,23 @@ def diff(
     kv_heads = _check_heads(patterns, kv_heads)
     masks = [head_mask(pattern, kv_heads) for pattern in patterns]
     difference = compare_masks(masks[0], masks[1])
-    unit = "heads" if kv_heads > 1 else "layers"
-    for name, mask in zip((first, second), masks, strict=True):
-        counted = f"KV {unit}" if kv_heads > 1 else unit
-        typer.echo(f"{name}: {(~mask).sum()} of {mask.size} {counted} windowed ({(~mask).mean():.1%})")
-    typer.echo(
-        f"turnover {difference.turnover:.1%} of the first's windowed {unit} are not the second's "
-        f"({difference.relative_turnover:.1%} of what the two counts allow)\n"
-        f"Jaccard distance {difference.jaccard_distance:.3f}; of the full {unit} "
-        f"{compare_masks(~masks[0], ~masks[1]).jaccard_distance:.3f}"
-    )
+    report: dict[str, Any] = {
+        "patterns": [first, second],
+        "kv_heads": kv_heads,
+        "windowed": [int((~mask).sum()) for mask in masks],
+        "of": masks[0].size,
+        **difference._asdict(),
+        "jaccard_distance_of_full": compare_masks(~masks[0], ~masks[1]).jaccard_distance,
+        "layers": list(_differences(masks[0], masks[1])),
+    }
     scores = [np.array(pattern.provenance.get("scores", {}), object) for pattern in patterns]
     if scores[0].shape == scores[1].shape != ():
-        correlation = rank_correlation(*(array.astype(float) for array in scores))
-        typer.echo(f"rank correlation of the scores {correlation:.2f} (Spearman)")
-    for line in _differences(masks[0], masks[1]):
-        typer.echo(line)
+        report["rank_correlation"] = rank_correlation(*(array.astype(float) for array in scores))
+    print_report(report, "\n".join(_difference_lines(report)), as_json)
     if swap is not None:
         swapped = _swapped(patterns[1], masks, {"first": first, "second": second, "seed": seed})
         swapped.to_json(swap)
-        typer.echo(f"{swapped}\nwritten to {swap}")
+        typer.echo(f"{swapped}\nwritten to {swap}", err=as_json)
 
 
 def _check_heads(patterns: Sequence[AttentionPattern], kv_heads: int | None) -> int:
@@ -170,16 +199,31 @@ def _check_heads(patterns: Sequence[AttentionPattern], kv_heads: int | None) -> 
     return kv_heads
 
 
-def _differences(first: np.ndarray, second: np.ndarray) -> Iterator[str]:
-    """A line for every layer of two masks [L, K] of full heads, and for each that windows what the other does not."""
+def _differences(first: np.ndarray, second: np.ndarray) -> Iterator[dict[str, Any]]:
+    """The layers in which one of two masks [L, K] of full heads windows what the other does not, with those heads."""
     for layer in range(len(first)):
-        for who, heads in (
-            ("only the first", ~first[layer] & second[layer]),
-            ("only the second", first[layer] & ~second[layer]),
-        ):
+        only = ~first[layer] & second[layer], first[layer] & ~second[layer]
+        for who, heads in zip(("first", "second"), only, strict=True):
             if heads.any():
-                which = "it" if heads.size == 1 else f"KV heads {heads.nonzero()[0].tolist()}"
-                yield f"layer {layer}: {who} windows {which}"
+                yield {"layer": layer, "only": who, "kv_heads": heads.nonzero()[0].tolist()}
+
+
+def _difference_lines(report: dict[str, Any]) -> Iterator[str]:
+    single = report["kv_heads"] == 1
+    unit, counted = ("layers", "layers") if single else ("heads", "KV heads")
+    for name, windowed in zip(report["patterns"], report["windowed"], strict=True):
+        yield f"{name}: {windowed} of {report['of']} {counted} windowed ({windowed / report['of']:.1%})"
+    yield (
+        f"turnover {report['turnover']:.1%} of the first's windowed {unit} are not the second's "
+        f"({report['relative_turnover']:.1%} of what the two counts allow)"
+    )
+    of_full = report["jaccard_distance_of_full"]
+    yield f"Jaccard distance {report['jaccard_distance']:.3f}; of the full {unit} {of_full:.3f}"
+    if "rank_correlation" in report:
+        yield f"rank correlation of the scores {report['rank_correlation']:.2f} (Spearman)"
+    for one in report["layers"]:
+        which = "it" if single else f"KV heads {one['kv_heads']}"
+        yield f"layer {one['layer']}: only the {one['only']} windows {which}"
 
 
 def _swapped(pattern: AttentionPattern, masks: Sequence[np.ndarray], provenance: dict[str, Any]) -> AttentionPattern:

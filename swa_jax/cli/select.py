@@ -8,13 +8,22 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
-from typer import Option
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.settings import nearest
 from swa_jax.cli.groups import expand
-from swa_jax.cli.options import Model, WindowGiven, check_window, find_model, load_checkpoint, parse_mesh
-from swa_jax.cli.select_options import METHOD, Budget, Examples, Mesh, Running, Written, write_choice
+from swa_jax.cli.options import (
+    Mesh,
+    Model,
+    PromptKind,
+    WindowGiven,
+    check_window,
+    find_model,
+    load_checkpoint,
+    panel,
+    parse_mesh,
+)
+from swa_jax.cli.select_options import Budget, Examples, Running, Written, write_choice
 from swa_jax.select.methods import BY_PLACE, DEFAULT, METHODS, Method, choose
 from swa_jax.select.task import Task
 
@@ -48,6 +57,7 @@ def select(
     written: Written,
     budget: Budget,
     examples: Examples,
+    kind: PromptKind,
     window: WindowGiven,
     running: Running,
     mesh: Mesh = None,
@@ -60,19 +70,19 @@ def select(
     budget.check(method.chooses)
     written.check()
     if method.name not in BY_PLACE and not written.force:
-        check_window(window.value.size, examples.length)
-    partition = None if mesh is None else parse_mesh(mesh)
+        check_window(window.as_window.size, kind.length)
+    partition = parse_mesh(mesh)
     folder = find_model(model)
     source = open_checkpoint(folder)
     config = source.config
-    whole = window.value.of(source.pattern.window)
-    ratio = budget.ratio_of(method.chooses, config, source.hf_config, examples.length, whole)
+    whole = window.as_window.of(source.pattern.window)
+    ratio = budget.ratio_of(method.chooses, config, source.hf_config, kind.length, whole)
     bare = cast("Decoder", source)  # its config is what methods by place read
     task = Task(bare, [], whole, running.batch_size, examples.seed, partition=partition, force=written.force)
     task.report = functools.partial(typer.echo, err=True)
     if method.name not in BY_PLACE:
         task.model, tokenizer = load_checkpoint(folder, running.dtype, partition)
-        task.examples, task.data = examples.draw(folder, tokenizer, config)
+        task.examples, task.data = examples.draw(kind, folder, tokenizer, config)
     if method.keeps:
         task.file, task.weights = written.scores, weights_sum(folder)
     with Progress("steps") as progress:
@@ -92,20 +102,16 @@ def _command(method: Method) -> Callable[..., None]:
     parameters = dict(inspect.signature(general).parameters)
     for name in ("method", "own", *([] if method.meshes else ["mesh"])):
         del parameters[name]
-    own = [_option(name, one) for name, one in method.options.items()]
+    own = map(_option, method.options.values())
     run.__signature__ = inspect.Signature([*parameters.values(), *own])  # type: ignore[attr-defined]
     return run
 
 
-def _option(name: str, parameter: inspect.Parameter) -> inspect.Parameter:
+def _option(parameter: inspect.Parameter) -> inspect.Parameter:
     """A runner's keyword argument as an option of the command line."""
     kind, about = get_args(parameter.annotation)
-    flag = f"--{name.replace('_', '-')}"
-    flags = f"{flag}/--no-{flag[2:]}" if bool in get_args(kind) else flag
     more = {} if about.least is None else {"min": about.least, "metavar": "N"}
-    shown = parameter.default is not None
-    option = Option(flags, help=about.help, rich_help_panel=METHOD, show_default=shown, **more)
-    return parameter.replace(annotation=Annotated[kind, option])
+    return parameter.replace(annotation=Annotated[kind, panel("Method")(help=about.help, **more)])
 
 
 for _method in METHODS.values():

@@ -9,28 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer import Option
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.cli.groups import Options
 from swa_jax.cli.options import (
-    OUTPUT,
-    PATTERN,
-    PROMPTS,
-    RUNNING,
     BatchedTokens,
     BatchSize,
-    Chains,
-    Chat,
     ComputeDtype,
-    Haystack,
-    Length,
-    NumKeys,
     PromptKind,
     Seed,
     ServeLength,
     Server,
     check_output,
+    in_output,
+    in_pattern,
+    in_prompts,
     note_context,
 )
 
@@ -41,13 +34,7 @@ if TYPE_CHECKING:
     from swa_jax.model.pattern import AttentionPattern
     from swa_jax.model.window import Window
 
-METHOD = "Method"  # a panel: the options of one method's own
-
-Force = Annotated[bool, Option("--force", help="Choose also where the prompts tell nothing.", rich_help_panel=OUTPUT)]
-Mesh = Annotated[
-    str | None,
-    Option("--mesh", help="Spread weights and examples over the devices: data=2,fsdp=4.", rich_help_panel=RUNNING),
-]
+Force = Annotated[bool, in_output("--force", help="Choose even by prompts that tell nothing.")]
 
 
 @dataclasses.dataclass
@@ -71,15 +58,9 @@ class Counted(Options):
 class Written(Options):
     """What is written, and where."""
 
-    out: Annotated[Path, Option(help="The pattern's JSON file. The picture goes beside it.", rich_help_panel=OUTPUT)]
+    out: Annotated[Path, in_output(help="The pattern's JSON file. The picture goes beside it.")]
     resume_file: Annotated[
-        Path | None,
-        Option(
-            "--resume-file",
-            help="Keeps the scores of searches, to go on from. Default: beside --out.",
-            show_default=False,
-            rich_help_panel=OUTPUT,
-        ),
+        Path | None, in_output(help="A file that keeps the scores of a search, to go on from. Default: beside --out.")
     ] = None
     force: Force = False
 
@@ -97,33 +78,24 @@ class Written(Options):
 
 @dataclasses.dataclass
 class Examples(Options):
-    """What to choose by: needles, chains, or prompts of one's own."""
+    """How many prompts to choose by, and prompts of one's own."""
 
-    examples: Annotated[int, Option(metavar="N", help="Examples to choose by.", min=1, rich_help_panel=PROMPTS)] = 64
-    length: Length = 1024
-    keys: NumKeys = 1
-    haystack: Haystack = None
-    chains: Chains = None
-    chat: Chat = None
+    examples: Annotated[int, in_prompts(metavar="N", help="Prompts to choose by.", min=1)] = 64
     prompts: Annotated[
         Path | None,
-        Option(
-            help="In place of needles: JSONL, Parquet or ArrayRecord with the fields prompt and answer.",
-            rich_help_panel=PROMPTS,
-        ),
+        in_prompts(help="In place of needles: JSONL, Parquet or ArrayRecord with the fields prompt and answer."),
     ] = None
-    min_answer: Annotated[
-        int, Option(metavar="N", help="Fewest tokens of an answer of --prompts.", min=1, rich_help_panel=PROMPTS)
-    ] = 1
+    min_answer: Annotated[int, in_prompts(metavar="N", help="Fewest tokens of an answer of --prompts.", min=1)] = 1
     seed: Seed = 0
 
-    def draw(self, model: Path, tokenizer: Tokenizer, config: ModelConfig) -> tuple[list[Example], str]:
+    def draw(
+        self, kind: PromptKind, model: Path, tokenizer: Tokenizer, config: ModelConfig
+    ) -> tuple[list[Example], str]:
         """The examples, and what they are."""
-        note_context(config, self.length)
-        kind = PromptKind(self.length, self.keys, self.haystack, self.chains, self.chat)
-        if self.prompts is not None and kind != PromptKind(self.length, chat=self.chat):
+        note_context(config, kind.length)
+        if self.prompts is not None and kind != PromptKind(kind.length, chat=kind.chat):
             raise ConfigError(
-                "--keys, --haystack and --chains are of drawn prompts, which --prompts replaces: leave them out"
+                "--keys, --haystack and --chains are for drawn prompts, which --prompts replaces: leave them out"
             )
         kind = kind.of(model)
         if self.prompts is None:
@@ -134,33 +106,23 @@ class Examples(Options):
             tokenizer,
             self.prompts,
             num_examples=self.examples,
-            length=self.length,
+            length=kind.length,
             min_answer=self.min_answer,
             wrap=kind.wrap,
             seed=self.seed,
         )
         chat = ", in the model's chat template" if kind.chat else ""
-        return drawn, f"{self.examples} prompts of {self.prompts} with at most {self.length} tokens{chat}"
+        return drawn, f"{self.examples} prompts of {self.prompts} with at most {kind.length} tokens{chat}"
 
 
 @dataclasses.dataclass
 class Budget(Counted):
     """How many layers or KV heads stay full."""
 
-    ratio: Annotated[
-        float | None,
-        Option(metavar="SHARE", help="Share that is windowed.", show_default=False, rich_help_panel=PATTERN),
-    ] = None
-    budget: Annotated[
-        int | None, Option(metavar="N", help="Or: how many stay full.", min=0, rich_help_panel=PATTERN)
-    ] = None
-    one_in: Annotated[
-        int | None, Option(metavar="N", help="Or: one in N stays full.", min=1, rich_help_panel=PATTERN)
-    ] = None
-    kv_budget: Annotated[
-        float | None,
-        Option(metavar="SHARE", help="Or: share of the full cache.", show_default=False, rich_help_panel=PATTERN),
-    ] = None
+    ratio: Annotated[float | None, in_pattern(metavar="SHARE", help="Share that is windowed.")] = None
+    budget: Annotated[int | None, in_pattern(metavar="N", help="Or: how many stay full.", min=0)] = None
+    one_in: Annotated[int | None, in_pattern(metavar="N", help="Or: one in N stays full.", min=1)] = None
+    kv_budget: Annotated[float | None, in_pattern(metavar="SHARE", help="Or: share of the full cache.")] = None
 
     def check(self, unit: str) -> None:
         """Raise `ConfigError` for what can be seen to be wrong without the model."""
@@ -172,8 +134,7 @@ class Budget(Counted):
             raise ConfigError(f"--ratio is {self.ratio:g}: the share of windowed {unit} must lie between 0 and 1")
         if self.kv_budget is None:
             given = {"--for": self.server, "--serve-length": self.serve_length, "--batched-tokens": self.batched_tokens}
-            idle = next((option for option, value in given.items() if value is not None), None)
-            if idle is not None:
+            if idle := next((option for option, value in given.items() if value is not None), None):
                 raise ConfigError(f"{idle} says where or how the cache of --kv-budget is counted: give that too")
         elif self.server is not None and unit == "KV heads":
             raise ConfigError(f"--for {self.server} runs no single full heads: leave it out, or choose layers")
@@ -214,7 +175,8 @@ class Budget(Counted):
 def write_choice(pattern: AttentionPattern, config: ModelConfig, out: Path) -> None:
     """The pattern's file, and beside it a picture: of the layers' scores, or of the heads that stay full."""
     from swa_jax.base.estimates import Estimate
-    from swa_jax.report import head_map, layer_scores_chart
+    from swa_jax.report.heat_maps import head_map
+    from swa_jax.report.layer_charts import layer_scores_chart
     from swa_jax.select.heads import head_mask
 
     pattern.to_json(out)

@@ -29,11 +29,10 @@ def train(
         str | None, Option(help="HOST:PORT where process 0 listens.", envvar="JAX_COORDINATOR_ADDRESS")
     ] = None,
     distributed: Annotated[
-        bool, Option("--distributed", help="Have the cluster say those three: TPU pod, GKE, Slurm, Open MPI.")
+        bool, Option("--distributed", help="Take these three from the cluster: TPU pod, GKE, Slurm or Open MPI.")
     ] = False,
     timeout: Annotated[
-        int,
-        Option(help="Seconds for all processes to come, and without a sign of life after which one is lost.", min=10),
+        int, Option(help="Seconds until a process that has not started, or gives no sign of life, is lost.", min=10)
     ] = 45,
     print_config: Annotated[
         bool, Option("--print-config", help="Print the configuration with every key, as YAML, and stop.")
@@ -52,7 +51,7 @@ def train(
     of a TPU pod find each other without.
     """
     if devices is not None and not dry_run:
-        raise ConfigError("--devices is of --dry-run: give both, or neither")
+        raise ConfigError("--devices is for --dry-run: give both, or neither")
     if print_config or dry_run:
         typer.echo(_look(config, overrides or [], dry_run, devices))
         return

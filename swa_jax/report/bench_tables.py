@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from swa_jax.report.numbers import MEGABYTE, Row
-from swa_jax.report.tables import Column, Table
+from swa_jax.report.tables import Column, Shown, Table, number, table_of, text
 
-HOW_TO_READ_CYCLES = (
-    "Compiled by libtpu, not run.",
-    "simulated: by libtpu, transfers included. bundles x visits: instruction words of the compiled code times how "
-    "often they run, without waits. Memory traffic of XLA's own ops is in neither.",
-    "'>': a part has no figure. ms: at the chip's clock (v5p: two cores as one; v7x: one core).",
-)
+HOW_TO_READ_CYCLES = """Compiled by libtpu, not run.
+simulated: by libtpu, transfers included. bundles x visits: instruction words of the compiled code times how often they
+run, without waits. Memory traffic of XLA's own ops is in neither.
+'>': a part has no figure. ms: at the chip's clock (v5p: two cores as one; v7x: one core)."""
 
 
 def cycles_table(measurement: Row, num_ops: int) -> Table:
@@ -50,65 +48,44 @@ def attention_table(case: Row, title: str) -> Table:
     """The candidates of one case side by side; `case` is a row of the JSON, `title` its case and device in words."""
     results = case["results"]
     reference = next((result["name"] for result in results if result["ratio"] is not None), "nothing")
-    table = Table(
-        title,
-        [
-            Column("Candidate", text=True),
-            Column("Time", "ms"),
-            Column(f"Time over {reference}'s"),
-            Column("Quartiles"),
-            Column("Not measured, because", text=True),
-        ],
-    )
-    for result in results:
-        if result["ratio"] is None:
-            table.add_row(result["name"], "–", "–", "–", result["missing"])
-        else:
-            milliseconds = f"{1e3 * (result['seconds'] or 0):.3f}"
-            quartiles = f"{result['low']:.2f} – {result['high']:.2f}"
-            table.add_row(result["name"], milliseconds, f"{result['ratio']:.2f}", quartiles, "")
-    return table
+
+    def measured(title: str, form: Callable[[Row], str], unit: str = "") -> Shown:
+        return Column(title, unit), lambda row: "–" if row["ratio"] is None else form(row)
+
+    columns = [
+        text("Candidate", "name"),
+        measured("Time", lambda row: f"{1e3 * (row['seconds'] or 0):.3f}", "ms"),
+        measured(f"Time over {reference}'s", lambda row: f"{row['ratio']:.2f}"),
+        measured("Quartiles", lambda row: f"{row['low']:.2f} – {row['high']:.2f}"),
+        (Column("Not measured, because", text=True), lambda row: row["missing"] or ""),
+    ]
+    return table_of(title, results, columns)
 
 
 def generation_table(rows: Sequence[Row], title: str) -> Table:
     """Memory and speed of each share of windowed KV heads, and their ratio to the first."""
-    measures = (
-        ("KV cache", "MB/sequence", "kv_cache_bytes", lambda value: f"{value / MEGABYTE:.2f}"),
-        ("Prefill", "tokens/s", "prefill_tokens_per_second", "{:,.0f}".format),
-        ("Decode", "tokens/s", "decode_tokens_per_second", "{:,.0f}".format),
-    )
-    columns = [Column("Windowed KV heads")]
-    for name, unit, *_ in measures:
-        columns += [Column(name, unit), Column(f"{name}, to the first")]
-    table = Table(title, columns)
-    for row in rows:
-        cells = [f"{row['ratio']:.0%} ({row['windowed_heads']})"]
-        for _, _, key, form in measures:
-            cells += [form(row[key]), f"{row[f'{key}_ratio']:.2f}"]
-        table.add_row(*cells)
-    return table
+    columns: list[Shown] = [(Column("Windowed KV heads"), lambda row: f"{row['ratio']:.0%} ({row['windowed_heads']})")]
+    for name, key, *form in (
+        ("KV cache", "kv_cache_bytes", "MB/sequence", ".2f", MEGABYTE),
+        ("Prefill", "prefill_tokens_per_second", "tokens/s", ",.0f"),
+        ("Decode", "decode_tokens_per_second", "tokens/s", ",.0f"),
+    ):
+        columns += [number(name, key, *form), number(f"{name}, to the first", f"{key}_ratio", form=".2f")]
+    return table_of(title, rows, columns)
 
 
 def source_table(sources: Sequence[Row], title: str) -> Table:
     """What training reads of each source. Rows are those of `swa_jax.data.summary.SourceSummary`."""
-    table = Table(
-        title,
-        [
-            Column("Source", text=True),
-            *(Column(name) for name in ("Documents", "Tokens", "Share", "Padding", "Held-out tokens", "Too long")),
-        ],
-    )
-    for row in sources:
-        table.add_row(
-            row["name"],
-            "no end" if row["documents"] is None else f"{row['documents']:,}",
-            "no end" if row["tokens"] is None else f"{row['tokens']:,}",
-            f"{row['share']:.1%}",
-            f"{row['padding']:.1%}",
-            f"{row['held_out_tokens']:,}",
-            f"{row['left_out']:,}",
-        )
-    return table
+    columns = [
+        text("Source", "name"),
+        number("Documents", "documents", form=",", none="no end"),
+        number("Tokens", "tokens", form=",", none="no end"),
+        number("Share", "share", form=".1%"),
+        number("Padding", "padding", form=".1%"),
+        number("Held-out tokens", "held_out_tokens", form=","),
+        number("Too long", "left_out", form=","),
+    ]
+    return table_of(title, sources, columns)
 
 
 def _sources(ops: Sequence[Row]) -> list[str]:

@@ -2,34 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from swa_jax.report.numbers import MEGABYTE, Row, with_interval
-from swa_jax.report.tables import Column, Table, percent
-
-type Cell = Callable[[Row], str]
-type Shown = tuple[Column, Cell]
-
-
-def _table(title: str, rows: Sequence[Row], columns: Sequence[Shown | None], notes: Sequence[str]) -> Table:
-    """One line a row; a column that is None is left out."""
-    shown = [column for column in columns if column is not None]
-    table = Table(title, [column for column, _ in shown], notes)
-    for row in rows:
-        table.add_row(*(cell(row) for _, cell in shown))
-    return table
-
-
-def _text(title: str, key: str) -> Shown:
-    return Column(title, text=True), lambda row: str(row[key])
-
-
-def _number(title: str, key: str, unit: str = "", form: str = "", per: float = 1) -> Shown:
-    return Column(title, unit), lambda row: format(row[key] / per if form else row[key], form)
-
-
-def _score(title: str, key: str = "score", form: Callable[[float], str] = percent, sign: str = " %") -> Shown:
-    return Column(title), lambda row: with_interval(row[key], row.get("interval"), form, sign)
+from swa_jax.report.tables import PATTERN, Column, Shown, Table, number, score, table_of, text
 
 
 def _depth(rows: Sequence[Row]) -> Shown | None:
@@ -39,8 +15,7 @@ def _depth(rows: Sequence[Row]) -> Shown | None:
     return Column("Depth"), lambda row: "" if row["depth"] is None else f"{row['depth']:.0%}"
 
 
-PATTERN = _text("Pattern", "name")
-LENGTH = _number("Length", "length")
+LENGTH = number("Length", "length")
 
 
 def ruler_table(rows: Sequence[Row]) -> Table:
@@ -55,9 +30,9 @@ def ruler_table(rows: Sequence[Row]) -> Table:
         *(["qa: 100 % where one of the right answers is there."] if questions else []),
         haystacks,
     )
-    examples = _number("Examples", "num_examples")
-    columns = [PATTERN, _text("Task", "task"), LENGTH, _depth(rows), _score("Found"), examples]
-    return _table("RULER: share of what is asked for that the answers have", rows, columns, notes)
+    examples = number("Examples", "num_examples")
+    columns = [PATTERN, text("Task", "task"), LENGTH, _depth(rows), score("Found"), examples]
+    return table_of("RULER: share of what is asked for that the answers have", rows, columns, notes)
 
 
 def chain_table(rows: Sequence[Row]) -> Table:
@@ -67,9 +42,9 @@ def chain_table(rows: Sequence[Row]) -> Table:
         "95 % interval in brackets (Wilson). Teacher-forced: the number is the likeliest token.",
         f"The statements of a chain stand at least {rows[0]['gap']} tokens apart.",
     )
-    hops, rivals = _number("Hops", "hops"), _number("Rivals", "rivals")
-    columns = [PATTERN, hops, rivals, LENGTH, _depth(rows), _score("Right"), _number("Examples", "n")]
-    return _table(f"Chains: questions for {asked} answered, %", rows, columns, notes)
+    hops, rivals = number("Hops", "hops"), number("Rivals", "rivals")
+    columns = [PATTERN, hops, rivals, LENGTH, _depth(rows), score("Right"), number("Examples", "n")]
+    return table_of(f"Chains: questions for {asked} answered, %", rows, columns, notes)
 
 
 def sweep_table(rows: Sequence[Row]) -> Table:
@@ -92,8 +67,8 @@ def sweep_table(rows: Sequence[Row]) -> Table:
         return Column(f"Length {length}"), lambda line: line["cells"].get(length, "")
 
     columns = [of_length(length) for length in dict.fromkeys(row["length"] for row in rows)]
-    return _table(
-        "Perplexity by evaluation window and length", lines, [PATTERN, _number("Window", "window"), *columns], notes
+    return table_of(
+        "Perplexity by evaluation window and length", lines, [PATTERN, number("Window", "window"), *columns], notes
     )
 
 
@@ -107,8 +82,8 @@ def routing_table(rows: Sequence[Row]) -> Table:
     depth = _depth(rows) or (Column("Depth"), lambda row: "")
     keys = Column("Keys read"), lambda row: f"{row['keys_read']:.0f}\n({row['keys_of_full']:.0f})"
     flops = Column("GFLOPs"), lambda row: f"{row['gflops']:.3g}\n({row['gflops_of_full']:.3g})"
-    columns = [PATTERN, _text("Data", "data"), LENGTH, depth, _score("Full attention", "full_ratio"), keys, flops]
-    return _table("Routing: share of the queries that take full attention", rows, columns, notes)
+    columns = [PATTERN, text("Data", "data"), LENGTH, depth, score("Full attention", "full_ratio"), keys, flops]
+    return table_of("Routing: share of the queries that take full attention", rows, columns, notes)
 
 
 def harness_table(rows: Sequence[Row]) -> Table:
@@ -124,12 +99,12 @@ def harness_table(rows: Sequence[Row]) -> Table:
     documents = Column("Documents"), lambda row: str(row["n"] or "")
     columns = [
         PATTERN,
-        _text("Task", "task"),
+        text("Task", "task"),
         (Column("Metric", text=True), metric),
-        _score("Score", form="{:.4g}".format, sign=""),
+        score("Score", form="{:.4g}".format, sign=""),
         documents,
     ]
-    return _table("lm-evaluation-harness", rows, columns, notes)
+    return table_of("lm-evaluation-harness", rows, columns, notes)
 
 
 def questions_table(rows: Sequence[Row]) -> Table:
@@ -138,13 +113,13 @@ def questions_table(rows: Sequence[Row]) -> Table:
         "Mean score of 100, 95 % interval over questions (Wilson for right or wrong, bootstrap otherwise).",
         "Left out: longer than the context (see --max-length, --cut-middle).",
     )
-    score = _score("Score", form=lambda value: f"{100 * value:.1f}", sign="")
+    scored = score("Score", form=lambda value: f"{100 * value:.1f}", sign="")
     counts = [
-        _number(title, key)
+        number(title, key)
         for title, key in (("Questions", "num_questions"), ("Left out", "num_left_out"), ("Cut", "num_cut"))
     ]
-    columns = [PATTERN, _text("Benchmark", "benchmark"), _text("Group", "group"), score, *counts]
-    return _table("Questions", rows, columns, notes)
+    columns = [PATTERN, text("Benchmark", "benchmark"), text("Group", "group"), scored, *counts]
+    return table_of("Questions", rows, columns, notes)
 
 
 def efficiency_table(rows: Sequence[Row]) -> Table:
@@ -164,11 +139,11 @@ def efficiency_table(rows: Sequence[Row]) -> Table:
         LENGTH,
         time("First token", "first_token_seconds"),
         time("Further token", "token_seconds"),
-        _number("Throughput", "tokens_per_second", "tokens/s", ".0f"),
-        _number("KV cache", "kv_cache_bytes", "MB/sequence", ".2f", MEGABYTE),
-        _number("Memory", "memory_bytes", "MB", ".1f", MEGABYTE),
+        number("Throughput", "tokens_per_second", "tokens/s", ".0f"),
+        number("KV cache", "kv_cache_bytes", "MB/sequence", ".2f", MEGABYTE),
+        number("Memory", "memory_bytes", "MB", ".1f", MEGABYTE),
     ]
-    return _table("How fast the model answers on this device", rows, columns, notes)
+    return table_of("How fast the model answers on this device", rows, columns, notes)
 
 
 def position_table(rows: Sequence[Row]) -> Table:
@@ -177,6 +152,6 @@ def position_table(rows: Sequence[Row]) -> Table:
         "KV read: tokens of the cache that decoding reads, the mean over layers and KV heads. Both are counted, not "
         "measured.",
     )
-    prefill = _number("Prefill", "prefill_flops", "GFLOP", ".4g", 1e9)
-    columns = [PATTERN, _number("Position", "position"), prefill, _number("KV read", "kv_tokens_read", "tokens", ".0f")]
-    return _table("Work for the token at each position", rows, columns, notes)
+    prefill = number("Prefill", "prefill_flops", "GFLOP", ".4g", 1e9)
+    columns = [PATTERN, number("Position", "position"), prefill, number("KV read", "kv_tokens_read", "tokens", ".0f")]
+    return table_of("Work for the token at each position", rows, columns, notes)

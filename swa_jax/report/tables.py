@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Iterator, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
 from rich import box
 from rich.cells import cell_len
@@ -133,28 +133,81 @@ def _header(column: Column, narrow: bool) -> str:
     return column.title + ("" if narrow or not column.unit else f"\n({column.unit})")
 
 
+# ---- tables of rows, by their columns ----
+
+type Shown = tuple[Column, Callable[[Any], str]]  # a column, and what its cell is for a row
+
+
+def table_of(title: str, rows: Sequence[Any], columns: Sequence[Shown | None], notes: Sequence[str] = ()) -> Table:
+    """One line a row; a column that is None is left out."""
+    shown = [column for column in columns if column is not None]
+    table = Table(title, [column for column, _ in shown], notes)
+    for row in rows:
+        table.add_row(*(cell(row) for _, cell in shown))
+    return table
+
+
+def text(title: str, key: str) -> Shown:
+    return Column(title, text=True), lambda row: str(row[key])
+
+
+def number(title: str, key: str, unit: str = "", form: str = "", per: float = 1, none: str = "") -> Shown:
+    """`per`: what the unit is of the row's number. `none`: what stands where there is none."""
+
+    def cell(row: Row) -> str:
+        value = row[key]
+        return none if value is None else format(value if per == 1 else value / per, form)
+
+    return Column(title, unit), cell
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.0f}"
+
+
+def score(
+    title: str,
+    key: str = "score",
+    form: Callable[[float], str] = percent,
+    sign: str = " %",
+    unit: str = "",
+    interval: str = "interval",
+) -> Shown:
+    """A mean with its interval in brackets."""
+    return Column(title, unit), lambda row: with_interval(row[key], row.get(interval), form, sign)
+
+
 # ---- patterns ----
 
 
 NEEDLES_FOUND = ("Needles found", "share of hidden numbers the model repeats correctly")
+PATTERN = text("Pattern", "name")
 
 
 def pattern_table(rows: Sequence[Row], found: tuple[str, str] = NEEDLES_FOUND) -> Table:
-    """The rows of `evaluate`'s report: what each pattern keeps and costs.
+    """The rows of `evaluate needles`: what each pattern keeps and costs.
 
     `found`: the name of what it keeps, and a few words that say what that is.
     """
     title, share = found
-    table = Table(
+
+    def full_layers(row: Row) -> str:
+        layers = row["full_layers"]
+        if not layers:
+            return "none"
+        return "all" if len(layers) == row.get("num_layers") else ", ".join(map(str, layers))
+
+    return table_of(
         "What each attention pattern keeps and costs",
+        rows,
         [
-            Column("Pattern", text=True),
-            Column("Full layers", text=True),
-            Column(title),
-            Column("Answer loss", "nats/token"),
-            Column("KV cache", "MB/sequence"),
-            Column("Prefill", "ms/prompt"),
-            Column("Decode", "tokens/s"),
+            PATTERN,
+            (Column("Full layers", text=True), full_layers),
+            score(title, "needle_accuracy", interval="needle_interval"),
+            number("Answer loss", "answer_nll", "nats/token", ".2f"),
+            number("KV cache", "kv_cache_bytes", "MB/sequence", ".2f", MEGABYTE),
+            number("Prefill", "prefill_seconds", "ms/prompt", ".0f", 1e-3),
+            number("Decode", "decode_tokens_per_second", "tokens/s", ".0f"),
         ],
         (
             "Read it against 'full': a good pattern keeps nearly as much with much less memory.",
@@ -163,33 +216,35 @@ def pattern_table(rows: Sequence[Row], found: tuple[str, str] = NEEDLES_FOUND) -
             "+fa-decode: the answer is written with full attention, so the whole prompt stays in memory.",
         ),
     )
-    for row in rows:
-        table.add_row(
-            row["name"],
-            _layer_list(row["full_layers"], row.get("num_layers")),
-            with_interval(row["needle_accuracy"], row.get("needle_interval"), percent, " %"),
-            f"{row['answer_nll']:.2f}",
-            f"{row['kv_cache_bytes'] / MEGABYTE:.2f}",
-            f"{1000 * row['prefill_seconds']:.0f}",
-            f"{row['decode_tokens_per_second']:.0f}",
-        )
-    return table
 
 
 def compare_table(summed: Sequence[Row], window: int | None, memory: str = "KV cache") -> Table:
     """The rows of `compare`'s summary; `window`: what methods choose for, and recipes without one have; `memory`: what
     `kv_cache_bytes` is of."""
     against = next((row["against"] for row in summed if "against" in row), None)
-    table = Table(
+
+    def of_choice(title: str, form: Callable[[Row], str]) -> Shown:
+        return Column(title), lambda row: "" if row["ratio"] is None else form(row)
+
+    def gap(title: str, key: str, form: Callable[[float], str]) -> Shown | None:
+        if against is None:
+            return None
+        return Column(
+            f"{title} against {against}"
+        ), lambda row: with_interval(row[key][0], row[key][1:], form) if row.get(key) else ""
+
+    return table_of(
         "What each choice keeps and costs",
+        summed,
         [
-            Column("Pattern or method", text=True),
-            Column("Windowed"),
-            Column("Found"),
-            Column("By seed"),
-            Column("Answer loss", "nats/token"),
-            Column(memory, "MB/sequence"),
-            *([Column(f"Found against {against}"), Column(f"Loss against {against}")] if against else []),
+            text("Pattern or method", "name"),
+            of_choice("Windowed", lambda row: f"{row['ratio']:.0%}"),
+            score("Found", "needle_accuracy", sign="", interval="needle_interval"),
+            of_choice("By seed", lambda row: ", ".join(map(percent, row["by_seed"]))),
+            score("Answer loss", "answer_nll", "{:.2f}".format, "", "nats/token", "answer_nll_interval"),
+            number(memory, "kv_cache_bytes", "MB/sequence", ".2f", MEGABYTE),
+            gap("Found", "gap", percent),
+            gap("Loss", "loss_gap", "{:+.2f}".format),
         ],
         (
             *([] if window is None else [f"Windows of {window} keys, but for pattern files, which have their own."]),
@@ -198,25 +253,3 @@ def compare_table(summed: Sequence[Row], window: int | None, memory: str = "KV c
             "token of the answer's value is the likeliest.",
         ),
     )
-    for row in summed:
-        gaps = [(row.get("gap"), percent), (row.get("loss_gap"), "{:+.2f}".format)]
-        table.add_row(
-            row["name"],
-            "" if row["ratio"] is None else f"{row['ratio']:.0%}",
-            with_interval(row["needle_accuracy"], row.get("needle_interval"), percent),
-            "" if row["ratio"] is None else ", ".join(percent(value) for value in row["by_seed"]),
-            with_interval(row["answer_nll"], row.get("answer_nll_interval"), "{:.2f}".format),
-            f"{row['kv_cache_bytes'] / MEGABYTE:.2f}",
-            *([with_interval(gap[0], gap[1:], form) if gap else "" for gap, form in gaps] if against else []),
-        )
-    return table
-
-
-def percent(value: float) -> str:
-    return f"{100 * value:.0f}"
-
-
-def _layer_list(layers: Sequence[int], num_layers: int | None) -> str:
-    if not layers:
-        return "none"
-    return "all" if len(layers) == num_layers else ", ".join(map(str, layers))

@@ -32,21 +32,11 @@ def test_wilson_is_scipys(n):
         assert mean_score([1] * right + [0] * (n - right)) == ours
 
 
-def test_wilson_is_that_of_the_literature():
-    # 81 of 263, from Newcombe (1998), table I: 0.2553 to 0.3662.
-    assert accuracy_interval([1] * 81 + [0] * 182).interval == pytest.approx([0.2553, 0.3662], abs=1e-4)
-
-
 def test_all_right_is_not_certain():
     """Six of six: a bootstrap says [1, 1], though two thirds would often do as well."""
     assert mean_score([1] * 6) == pytest.approx((1, 0.6097, 1), abs=1e-4)
     assert mean_score([False] * 6) == pytest.approx((0, 0, 0.3903), abs=1e-4)
     assert mean_score(np.ones(6, np.float32)).high == 1
-
-
-def test_scores_between_0_and_1_are_drawn_again():
-    scores = [0.2, 0.4, 1.0, 0.0, 0.7]
-    assert mean_score(scores) == bootstrap(scores)
 
 
 @pytest.mark.parametrize("scores", [[2], [-0.1, 1], [], [[1]], [math.nan]])
@@ -64,6 +54,7 @@ def test_one_number_has_no_interval():
     assert bootstrap([2.5, 3.5], weights=[4, 0]) == Estimate(2.5, None, None)  # the other one does not count
     assert paired_bootstrap([1], [0]) == Estimate(1, None, None)
     assert mean_score([0.5]) == Estimate(0.5, None, None)
+    assert mean_score([0.2, 0.4, 1.0, 0.0, 0.7]) == bootstrap([0.2, 0.4, 1.0, 0.0, 0.7])
 
 
 def test_the_bootstrap_is_that_of_brute_force():
@@ -81,34 +72,10 @@ def test_the_bootstrap_is_that_of_brute_force():
     assert bootstrap(values, weights=weights).mean == pytest.approx((values * weights).sum() / 15)
 
 
-def test_equal_weights_change_nothing():
-    values = np.random.default_rng(0).normal(size=30)
-    assert bootstrap(values, weights=np.full(30, 7)) == pytest.approx(bootstrap(values))
-
-
-def test_a_short_pass_hardly_counts():
-    """Nine passes of 1000 tokens at 2 nats and one of 2 tokens at 9."""
-    values, weights = np.array([1.9, 2.1] * 5 + [9.0]), np.array([1000] * 10 + [2])
-    weighted = bootstrap(values, weights=weights)
-    assert weighted.mean == pytest.approx(2.0014, abs=1e-4)
-    assert weighted.high < 2.1
-    assert bootstrap(values).high > 3
-
-
-def test_bootstrap_covers_the_mean_at_its_rate():
-    rng = np.random.default_rng(0)
-    hits = 0
-    for trial in range(200):
-        estimate = bootstrap(rng.normal(2.0, 1.0, 40), resamples=1000, seed=trial)
-        hits += estimate.low <= 2.0 <= estimate.high
-    assert 180 <= hits <= 198  # 95 % nominal; the percentile interval is slightly narrow at n = 40
-
-
-@pytest.mark.parametrize("weights", [None, 1.0])
-def test_the_bootstrap_is_bounded_in_memory(weights):
+def test_the_bootstrap_is_bounded_in_memory():
     values = np.random.default_rng(0).normal(size=20_000)
     tracemalloc.start()
-    few = bootstrap(values, weights=None if weights is None else np.full(20_000, weights), resamples=500)
+    few = bootstrap(values, weights=np.ones(20_000), resamples=500)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 64e6
@@ -155,7 +122,8 @@ def test_pairs_of_shares_have_an_interval_where_all_agree():
     assert difference == paired_accuracy(always, never)
     assert difference.low < 0.95 < difference.high == 1
     tie = paired_score(always, always)
-    assert tie.low < tie.mean == 0 < tie.high
+    assert tie.mean == 0
+    assert tie.high == -tie.low == pytest.approx(1 - accuracy_interval(always).low)
     assert paired_score(always, never + 0.5) == paired_bootstrap(always, never + 0.5)
     one = paired_score([1.0], [0.0])
     assert one.low < 0
@@ -184,15 +152,6 @@ def test_groups_are_as_good_as_drawing_within_each():
     groups = [rng.beta(2, 1, 80), rng.beta(1, 3, 200)]
     drawn = sum(group[rng.integers(group.size, size=(20_000, group.size))].mean(1) for group in groups) / 2
     assert mean_of_groups(groups).interval == pytest.approx(np.quantile(drawn, [0.025, 0.975]).tolist(), abs=0.004)
-
-
-def test_groups_cover_the_truth_at_their_rate():
-    rng = np.random.default_rng(0)
-    hits, chances = 0, (0.9, 0.5, 0.97)
-    for _ in range(400):
-        estimate = mean_of_groups([rng.random(n) < p for n, p in zip((20, 15, 30), chances, strict=True)])
-        hits += estimate.low <= sum(chances) / 3 <= estimate.high
-    assert 368 <= hits <= 396  # 92 % to 99 %; 95 % nominal
 
 
 # ---- what is made of them ----
@@ -224,24 +183,10 @@ def test_intervals_are_those_of_the_metric():
 # ---- paired shares ----
 
 
-def test_the_paired_interval_of_shares_is_not_empty_where_both_are_always_right():
-    mean, low, high = paired_accuracy(np.ones(48), np.ones(48))
-    assert mean == 0
-    assert high == -low == pytest.approx(1 - accuracy_interval(np.ones(48)).low)
-
-
 def test_the_paired_interval_of_shares_is_newcombes():
     """His example of 50 pairs: 20 right in both, 12 and 2 in one alone, 16 in neither."""
     first, second = np.repeat([[1, 1], [1, 0], [0, 1], [0, 0]], [20, 12, 2, 16], axis=0).T
     assert list(paired_accuracy(first, second)) == pytest.approx([0.2, 0.0562, 0.3292], abs=1e-4)
-
-
-def test_pairing_makes_the_interval_of_shares_narrower():
-    right = np.arange(40) % 2
-    low, high = paired_accuracy(right, right).interval
-    other_low, other_high = paired_accuracy(right, np.roll(right, 1)).interval
-    assert high - low < 0.5 * (other_high - other_low)
-    assert low <= 0 <= high
 
 
 @pytest.mark.parametrize(("share", "agreement"), [(0.5, 0.5), (0.9, 0.9), (0.97, 0.5)])

@@ -41,16 +41,12 @@ FULL = {
 }
 
 
-def test_nested_values():
+def test_nested_values_go_through_yaml_and_back():
     whole = from_dict(Whole, FULL)
     assert whole.part == Part(2, "square")
     assert whole.parts == (Part(4), Part(5, "square"))
     assert whole.numbers == (1, 2)
     assert from_dict(Whole, {"name": "x"}) == Whole("x")
-
-
-def test_round_trip_through_yaml():
-    whole = from_dict(Whole, FULL)
     assert from_dict(Whole, yaml.safe_load(yaml.safe_dump(to_dict(whole)))) == whole
 
 
@@ -205,8 +201,6 @@ SIZES = {
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"num_key_value_heads": 3}, "num_attention_heads (4) must be a multiple of num_key_value_heads (3)"),
-        ({"num_key_value_heads": 0}, "num_key_value_heads must be above 0, got 0"),
         ({"hidden_size": -4}, "hidden_size must be above 0, got -4"),
         ({"head_dim": 5}, "head_dim (5) must be even for rotary embeddings"),
         ({"position_embedding": "alibi", "alibi_negative_heads": 3}, "alibi_negative_heads (3) + "),

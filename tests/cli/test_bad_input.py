@@ -90,8 +90,8 @@ def _write(file: Path, config: dict) -> Path:
         ("evaluate efficiency m --full-ratio 2", "--full-ratio must be at most 1, got 2"),
         ("evaluate needles m --depths 5", "--depths is '5': give fractions from 0 to 1 with commas between, such as"),
         ("evaluate needles m --out bad.json", "--out bad.json/results.json cannot be written: bad.json is a file"),
-        ("compile run.yaml", "give --topology, a TPU slice such as v5p:4x4x8"),
-        ("train a.yaml --devices 3", "--devices is of --dry-run: give both, or neither"),
+        ("compile run.yaml", "`swa-jax compile` needs --topology: A TPU slice, such as "),
+        ("train a.yaml --devices 3", "--devices is for --dry-run: give both, or neither"),
         ("import m .", "{here} is there already: name a new folder, or remove that one first"),
         ("data inspect absent", "absent does not exist: name a training configuration, or a folder of tokens"),
     ],
@@ -133,34 +133,23 @@ def test_a_dry_run_looks_at_everything_and_writes_nothing(file, tmp_path):
     ("overrides", "sentence"),
     [
         (["optimiser.name=muon"], "unknown key 'optimiser'; did you mean 'optimizer'?"),
-        (["stages.0.data.0.file=[a]"], "unknown key 'stages.0.data.0.file'; did you mean 'files'?"),
-        (["optimizer.learning_rate=fast"], "'optimizer.learning_rate' must be float, got 'fast'"),
         (["optimizer.clip_norm=0"], "'optimizer.clip_norm' must be above 0, or null for no clipping, got 0"),
         (["optimizer.learning_rate=-1"], "'optimizer.learning_rate' must be above 0, got -1"),
         (["optimizer.warmup_steps=-5"], "'optimizer.warmup_steps' must be 0 or more, got -5"),
         (["optimizer.b2=1"], "'optimizer.b2' must be from 0 to below 1, got 1"),
         (["stages.0.sliding_window=0"], "'stages.0.sliding_window' must be at least 1, or left out, got 0"),
         (["model.num_key_value_heads=0"], "num_key_value_heads must be above 0, got 0"),
-        (["optimizer.schedule=cosin"], "'optimizer.schedule' must be one of constant, linear, cosine, warmup"),
         (["model.num_key_value_heads=3"], "num_attention_heads (2) must be a multiple of num_key_value_heads (3)"),
         (["pattern=interleave-1-in-0"], "recipe 'interleave-1-in-0': "),
         (["pattern=absent.json"], "pattern file absent.json does not exist"),
         (["tokenizer=absent"], "absent is no model: give a checkpoint folder"),
         (["model=null", "init_from=absent"], "absent is no model: give a checkpoint folder"),
         (["stages.0.accumulate=4"], "'stages.0.batch_size' = 6 must be a multiple of 'accumulate' = 4"),
-        (["model=@absent.yaml"], "configuration file absent.yaml does not exist"),
     ],
 )
 def test_a_wrong_setting(file, tmp_path, overrides, sentence):
     assert fails("train", file, *overrides).startswith(sentence)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_configuration_that_is_none(tmp_path):
-    assert fails("train", tmp_path / "absent.yaml") == (f"configuration file {tmp_path / 'absent.yaml'} does not exist")
-    (tmp_path / "list.yaml").write_text("- 1\n")
-    assert "is no configuration: it must have keys" in fails("train", tmp_path / "list.yaml")
-    assert fails("train", tmp_path) == f"configuration file {tmp_path} is not a YAML file"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -207,19 +208,21 @@ def test_yarn_wants_rotary_embeddings_that_nothing_scales(checkpoint):
 # ---- perplexity by window and length ----
 
 
-@pytest.mark.parametrize("length", [32, 560])
-def test_a_start_token_stands_before_every_sequence_of_a_text(byte_tokenizer, text, tmp_path, length):
+def test_a_start_token_stands_before_every_sequence_of_a_text(byte_tokenizer, tmp_path):
     """Every token is scored, from its sequence alone."""
     starting = start_tokenizer(byte_tokenizer, tmp_path / "starting")
     checkpoint = byte_checkpoint(tmp_path, starting, make("Fw", sliding_window=16), vocab_size=258)
-    out = tmp_path / "out"
-    run("evaluate", "text", checkpoint, text, "--lengths", length, "--out", out)
-    row = json.loads((out / "results.json").read_text())["perplexity_sweep"][0]
-    model, tokens = load_model(checkpoint), load_tokenizer(checkpoint).encode(text.read_text())
-    segments = [Example([257], tokens[i : i + length], []) for i in range(0, len(tokens), length)]
-    sums = [nll * len(one.answer) for nll, one in zip(answer_nll(model, segments), segments, strict=True)]
-    assert row["num_tokens"] == len(tokens)
-    assert row["nll"] == pytest.approx(sum(sums) / len(tokens), rel=1e-5)
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text.write_text("All that is gold does not glitter, not all those who wander.")
+    tokens = load_tokenizer(checkpoint).encode(text.read_text())
+    run("evaluate", "text", checkpoint, text, "--lengths", f"32,{len(tokens)}", "--out", out)
+    rows = json.loads((out / "results.json").read_text())["perplexity_sweep"]
+    model = load_model(checkpoint)
+    for row, length in zip(rows, (32, len(tokens)), strict=True):
+        segments = [Example([257], tokens[i : i + length], []) for i in range(0, len(tokens), length)]
+        sums = [nll * len(one.answer) for nll, one in zip(answer_nll(model, segments), segments, strict=True)]
+        assert row["num_tokens"] == len(tokens)
+        assert row["nll"] == pytest.approx(sum(sums) / len(tokens), rel=1e-5)
 
 
 @pytest.mark.slow
@@ -271,13 +274,6 @@ def test_a_sweep_on_the_command_line(checkpoint, text, tmp_path):
     assert "too few for sequences of 4096" in fails("text", checkpoint, text, "--lengths", "4096")
     assert "changes nothing" in fails(
         "text", checkpoint, text, "--pattern", "full", "--eval-windows", "8", "--lengths", "32"
-    )
-
-
-def test_a_text_shorter_than_the_default_length_is_one_sequence(checkpoint, text):
-    tokens = len(text.read_bytes())
-    assert f"Length {tokens - 1}*" in (output := run("evaluate", "text", checkpoint, text)) or (
-        f"Length {tokens - 1}" in output
     )
 
 
@@ -354,16 +350,23 @@ def test_efficiency_times_every_pattern(checkpoint, tmp_path):
 
 
 def test_json_is_all_that_is_printed(checkpoint, text):
-    words = ["evaluate", "text", str(checkpoint), str(text), "--lengths", "32", "--json"]
-    printed = json.loads(CliRunner().invoke(app, words).stdout)
-    assert [row["length"] for row in printed["perplexity_sweep"]] == [32]
-    assert printed["settings"]["text"]["lengths"] == "32"
+    """Of a text that is shorter than the default length: one sequence."""
+    printed = json.loads(CliRunner().invoke(app, ["evaluate", "text", str(checkpoint), str(text), "--json"]).stdout)
+    assert [row["length"] for row in printed["perplexity_sweep"]] == [len(text.read_bytes()) - 1]
+    assert printed["settings"]["text"]["lengths"] is None
 
 
 # ---- one folder for several kinds ----
 
 
-def test_several_kinds_share_a_folder(checkpoint, text, tmp_path):
+def test_several_kinds_share_a_folder(checkpoint, text, tmp_path, monkeypatch):
+    measure, sweep = (importlib.import_module(f"swa_jax.evaluate.{name}") for name in ("measure", "sweep"))
+    row = {"full_layers": [], "needle_accuracy": 1.0, "needle_interval": None, "answer_nll": 1.0, "kv_cache_bytes": 1}
+    row |= {"prefill_seconds": 1.0, "decode_tokens_per_second": 1.0}
+    answers = SimpleNamespace(scores=np.ones(1))
+    monkeypatch.setattr(measure, "measure_pattern", lambda name, *_, **__: ({"name": name} | row, answers))
+    score = sweep.SweepScore(None, 32, 2.0, None, 0.7, 9, 1, False)
+    monkeypatch.setattr(sweep, "perplexity_sweep", lambda *_, **__: [score])
     out = ("--pattern", "window", "--window", 16, "--out", tmp_path)
     run("evaluate", "text", checkpoint, text, "--lengths", 32, *out)
     needles = ("needles", checkpoint, "--examples", 1, "--length", 320)

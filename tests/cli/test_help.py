@@ -38,5 +38,16 @@ def test_help_at_80_columns(path):
         assert None not in panels, [option.name for option in options if option.rich_help_panel is None]
 
 
+def test_every_command_with_a_table_has_json():
+    """The others print a text, what they wrote, or a pattern that is a file of JSON already."""
+    without = {
+        " ".join(path)
+        for path, command in COMMANDS.items()
+        if path[:1] != ("select",) and not hasattr(command, "commands")
+        if all("--json" not in one.opts for one in command.params)
+    }
+    assert without == {"import", "export", "demo", "train", "generate", "distill", "chat", "data tokenize"}
+
+
 def test_completion_is_offered():
     assert "--install-completion" in CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"}).output

@@ -99,32 +99,35 @@ def test_the_window_of_a_recipe_is_said(checkpoint, files, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "given"),
+    ("options", "given", "given_sinks"),
     [
-        ((), None),
-        pytest.param(("--window", 8), 8, marks=pytest.mark.long),
-        pytest.param(("--eval-window", 12), 12, marks=pytest.mark.long),
-        pytest.param(("--window", 8, "--eval-window", 12), 12, marks=pytest.mark.slow),
+        ((), None, None),
+        (("--window", 8), 8, None),
+        (("--eval-window", 12), 12, None),
+        (("--window", 8, "--eval-window", 12), 12, None),
+        (("--sink-tokens", 3), None, 3),
     ],
 )
-def test_compare(checkpoint, files, tmp_path, options, given):
+def test_compare(checkpoint, files, tmp_path, monkeypatch, options, given, given_sinks):
     """Recipes take the model's own window, where none is given; what a source says stays."""
+    used = {}
+
+    def comparison(*_, **__):
+        def stop(patterns):
+            used.update(patterns)
+            raise KeyboardInterrupt
+
+        return stop
+
+    monkeypatch.setattr("swa_jax.select.compare.PatternComparison", comparison)
     sources = [(s, w, k) for s, o, w, k in SOURCES if not o]
     patterns = [x for source, *_ in sources for x in ("--pattern", named(source, files))]
-    run("compare", checkpoint, *patterns, *options, "--out", tmp_path, "--held-out", 2, "--length", 320, "--force")
-    rows = {row["name"]: row for row in json.loads((tmp_path / "results.json").read_text())["rows"]}
+    words = (*patterns, *options, "--out", tmp_path, "--held-out", 1, "--length", 320)
+    run("compare", checkpoint, *words, status=130)
     for source, window, sinks in sources:
-        used = rows[str(named(source, files))]["pattern"]
-        assert (used["sliding_window"], used["num_sink_tokens"]) == (given or window or OWN_WINDOW, sinks)
-    costs = [rows[name]["kv_cache_bytes"] for name in ("window", "streaming", "window+sink-tokens=40")]
-    assert costs == sorted(set(costs))  # they are not one row three times
-
-
-def test_sink_tokens_that_are_given_win_in_compare(checkpoint, files, tmp_path):
-    patterns = ("--pattern", "streaming", "--pattern", files / "mine.json", "--sink-tokens", 0)
-    run("compare", checkpoint, *patterns, "--out", tmp_path, "--held-out", 2, "--length", 320, "--force")
-    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert {row["pattern"]["num_sink_tokens"] for row in rows} == {0}
+        one = used[str(named(source, files))]
+        wanted = given or window or OWN_WINDOW, sinks if given_sinks is None else given_sinks
+        assert (one.sliding_window, one.num_sink_tokens) == wanted
 
 
 @pytest.mark.parametrize(
@@ -197,6 +200,12 @@ def test_pattern_diff_reads_all_that_a_pattern_may_be(checkpoint, files, tmp_pat
     output = run("pattern", "diff", mine, swaa)  # the first says how many layers there are
     assert f"{mine}: 1 of 2 layers windowed (50.0%)" in output
     assert "layer 0: only the second windows it\nlayer 1: only the first windows it" in output
+    printed = json.loads(run("pattern", "diff", mine, swaa, "--json"))
+    assert (printed["windowed"], printed["of"], printed["turnover"]) == ([1, 1], 2, 1)
+    assert printed["layers"] == [
+        {"layer": 0, "only": "second", "kv_heads": [0]},
+        {"layer": 1, "only": "first", "kv_heads": [0]},
+    ]
     assert "only the" not in run("pattern", "diff", "full", "layers:0,1", "--layers", 2)
     assert "layer 0: only the second windows it" in run("pattern", "diff", "full", "window", "--model", checkpoint)
     assert "windowed" in run(

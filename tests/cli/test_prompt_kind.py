@@ -65,8 +65,8 @@ def test_prompts_of_a_file_go_through_the_template_too(tmp_path, byte_tokenizer)
     tokenizer, file = load_tokenizer(talking), tmp_path / "qa.jsonl"
     file.write_text(json.dumps({"prompt": "What is it? ", "answer": " 7"}))
     for chat, expected in ((None, ("<What is it?>", "7")), (False, ("What is it? ", " 7"))):
-        options = Examples(examples=1, length=100, prompts=file, chat=chat)
-        (example,), about = options.draw(talking, tokenizer, BYTES)
+        options, kind = Examples(examples=1, prompts=file), PromptKind(100, chat=chat)
+        (example,), about = options.draw(kind, talking, tokenizer, BYTES)
         assert (tokenizer.decode(example.prompt), tokenizer.decode(example.answer)) == expected
         assert example.value is None
         assert about.endswith(", in the model's chat template") == (chat is None)
@@ -81,8 +81,8 @@ def test_text_lies_between_the_statements_where_it_is_named(words, tmp_path):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"chains": "hops=1", "chat": True}, "--chat is of needles"),
-        ({"chains": "hops=1", "keys": 4}, "--keys is of needles, which --chains replaces"),
+        ({"chains": "hops=1", "chat": True}, "--chat is for needles"),
+        ({"chains": "hops=1", "keys": 4}, "--keys is for needles, which --chains replaces"),
         ({"chains": "1,2,3"}, "--chains is '1,2,3': write it like hops=1-3"),
         ({"chains": "hops=3-1"}, "--chains is 'hops=3-1'"),
         ({"chains": "hops=1,gap"}, "--chains is 'hops=1,gap'"),

@@ -6,7 +6,9 @@ from html.parser import HTMLParser
 
 import numpy as np
 
-from swa_jax.report import candidates_chart, html, layer_scores_chart
+from swa_jax.report import html
+from swa_jax.report.layer_charts import layer_scores_chart
+from swa_jax.report.memory_charts import candidates_chart
 
 NASTY = "<b>&\"'</script>"
 VOID = {"meta", "br"}

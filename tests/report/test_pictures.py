@@ -13,24 +13,12 @@ from matplotlib.text import Text
 
 import swa_jax.report
 from swa_jax.evaluate import Estimate
-from swa_jax.report import (
-    accuracy_memory_chart,
-    candidates_chart,
-    frontier_chart,
-    head_map,
-    layer_ratio_map,
-    layer_scores_chart,
-    loss_heat_map,
-    needle_heat_map,
-    routed_cpt_chart,
-    routing_chart,
-    ruler_heat,
-    style,
-    sweep_heat,
-    training_curves,
-)
+from swa_jax.report import style
+from swa_jax.report.heat_maps import head_map, layer_ratio_map, loss_heat_map, needle_heat_map, ruler_heat, sweep_heat
 from swa_jax.report.labels import apart, short_names
-from swa_jax.report.line_charts import loss_curve
+from swa_jax.report.layer_charts import layer_scores_chart, routing_chart
+from swa_jax.report.line_charts import loss_curve, routed_cpt_chart, training_curves
+from swa_jax.report.memory_charts import accuracy_memory_chart, candidates_chart, frontier_chart
 
 PNG = b"\x89PNG\r\n\x1a\n"
 MB = 2**20
@@ -304,7 +292,7 @@ def test_patterns_that_nothing_beats_are_blue(saved):
     assert {t.get_text() for t in labels if t.get_color() == style.BLUE} == {"window", "nll-1-in-4", "as good"}
 
 
-def test_methods_stand_where_their_numbers_say(saved):
+def test_methods_stand_where_their_numbers_say_and_none_left_of_the_dashed_best(saved):
     frontier_chart(METHODS, "a.png", title="T")
     assert len(saved[0].axes) == 15
     for axes in saved[0].axes:
@@ -312,11 +300,6 @@ def test_methods_stand_where_their_numbers_say(saved):
         expected = [(r["kv_cache_bytes"] / MB, 100 * r["needle_accuracy"]) for r in rows]
         np.testing.assert_allclose(blue_points(axes), expected)
         np.testing.assert_allclose(bars(axes), [[100 * end for end in r["needle_interval"]] for r in rows])
-
-
-def test_no_point_stands_left_of_the_dashed_best(saved):
-    frontier_chart(METHODS, "a.png", title="T")
-    for axes in saved[0].axes:
         (step,) = [line for line in axes.lines if line.get_drawstyle() == "steps-post"]
         memory, best = step.get_xydata().T
         for x, y in blue_points(axes):

@@ -6,12 +6,10 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Option
-
 from swa_jax.base.errors import ConfigError
-from swa_jax.cli.generate_options import CHAT, Thinking
+from swa_jax.cli.generate_options import Thinking
 from swa_jax.cli.groups import Options
-from swa_jax.cli.options import Chat
+from swa_jax.cli.options import Chat, in_chat
 
 if TYPE_CHECKING:
     from swa_jax.data.chat import Wrap
@@ -26,8 +24,7 @@ class Around(Options):
     chat: Chat = None
     thinking: Thinking = None
     template: Annotated[
-        Path | None,
-        Option(help="What a chat model wants around a question: a file that holds {prompt}.", rich_help_panel=CHAT),
+        Path | None, in_chat(help="In place of a chat template: a file with {prompt} in the text around it.")
     ] = None
 
     def wrap(self, checkpoint: Path, answers_at_once: str | None = None) -> Wrap:

@@ -7,40 +7,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-from typer import Option
-
 from swa_jax.cli.evaluate.evaluation import Depths, Evaluation, Examples, Lengths, Measurement, Rows, Run
-from swa_jax.cli.options import PROMPTS, check_length, fractions, numbers, text_files
+from swa_jax.cli.options import check_length, fractions, in_prompts, numbers, text_files
 
 DEFAULT_EXAMPLES = 50
 
 
 def chains(
     evaluation: Evaluation,
-    hops: Annotated[
-        str, Option(help="Look-ups from the name that is asked for to its number.", rich_help_panel=PROMPTS)
-    ] = "1,2,3",
-    rivals: Annotated[str, Option(help="Other chains in a prompt, from 0 on.", rich_help_panel=PROMPTS)] = "3",
+    hops: Annotated[str, in_prompts(help="Look-ups from the name that is asked for to its number.")] = "1,2,3",
+    rivals: Annotated[str, in_prompts(help="Other chains in a prompt, from 0 on.")] = "3",
     lengths: Lengths = "1024",
     depths: Depths = None,
     gap: Annotated[
         int,
-        Option(
-            metavar="N",
-            help="Least distance of the statements of a chain. Take more than the window.",
-            min=0,
-            rich_help_panel=PROMPTS,
-        ),
+        in_prompts(metavar="N", help="Least distance of the statements of a chain. Take more than the window.", min=0),
     ] = 0,
-    sums: Annotated[bool, Option("--sums", help="Ask for the sum of two numbers.", rich_help_panel=PROMPTS)] = False,
+    sums: Annotated[bool, in_prompts("--sums", help="Ask for the sum of two numbers.")] = False,
     examples: Examples = DEFAULT_EXAMPLES,
     haystack: Annotated[
-        Path | None,
-        Option(
-            help="A text, or a folder of texts, between the statements. Default: filler words.",
-            show_default=False,
-            rich_help_panel=PROMPTS,
-        ),
+        Path | None, in_prompts(help="A text, or a folder of texts, between the statements. Default: filler words.")
     ] = None,
 ) -> Measurement:
     """Chains of statements: answers right, by hops, rivals, length and depth."""

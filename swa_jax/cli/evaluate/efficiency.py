@@ -6,29 +6,21 @@ from collections.abc import Iterator
 from typing import Annotated
 
 from rich.console import Group, RenderableType
-from typer import Option
 
 from swa_jax.cli.evaluate.evaluation import Evaluation, Measurement, Rows, Run
-from swa_jax.cli.options import PROMPTS, RUNNING, numbers
+from swa_jax.cli.options import in_prompts, in_running, numbers
 
 
 def efficiency(
     evaluation: Evaluation,
-    lengths: Annotated[
-        str, Option(metavar="N,N", help="Tokens of a prompt, such as 1024,4096.", rich_help_panel=PROMPTS)
-    ] = "1024",
-    new_tokens: Annotated[int, Option(metavar="N", help="Tokens of an answer.", min=2, rich_help_panel=PROMPTS)] = 32,
-    requests: Annotated[int, Option(metavar="N", help="Prompts at a time.", min=1, rich_help_panel=RUNNING)] = 1,
-    repeats: Annotated[
-        int, Option(metavar="N", help="Rounds; figures are their medians.", min=1, rich_help_panel=RUNNING)
-    ] = 5,
+    lengths: Annotated[str, in_prompts(metavar="N,N", help="Tokens of a prompt, such as 1024,4096.")] = "1024",
+    new_tokens: Annotated[int, in_prompts(metavar="N", help="Tokens of an answer.", min=2)] = 32,
+    requests: Annotated[int, in_running(metavar="N", help="Prompts at a time.", min=1)] = 1,
+    repeats: Annotated[int, in_running(metavar="N", help="Rounds; figures are their medians.", min=1)] = 5,
     full_ratio: Annotated[
         float,
-        Option(
-            help="Share of the tokens that routed layers send to full attention, for what is counted.",
-            min=0,
-            max=1,
-            rich_help_panel=RUNNING,
+        in_running(
+            help="Share of the tokens that routed layers send to full attention, for what is counted.", min=0, max=1
         ),
     ] = 1.0,
 ) -> Measurement:

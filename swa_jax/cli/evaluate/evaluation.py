@@ -4,37 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import RenderableType
-from typer import Option
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.files import check_content, read_document, write_json
-from swa_jax.cli.groups import Options
 from swa_jax.cli.options import (
-    OUTPUT,
-    PATTERN,
-    PROMPTS,
     BatchSize,
     ComputeDtype,
-    FullDecode,
+    Json,
     Model,
     Seed,
-    SinkTokens,
-    WindowSize,
+    WindowGiven,
     Yarn,
     check_output,
     find_model,
+    in_output,
+    in_pattern,
+    in_prompts,
     load_checkpoint,
     note_context,
+    print_report,
     with_patterns,
 )
-from swa_jax.model.window import Window
 
 if TYPE_CHECKING:
     from swa_jax.data.tokenizer import Tokenizer
@@ -42,33 +38,22 @@ if TYPE_CHECKING:
     from swa_jax.model.decoder import Decoder
 
 
-Lengths = Annotated[
-    str, Option(metavar="N,N", help="Tokens of a prompt with its answer, such as 4096,8192.", rich_help_panel=PROMPTS)
-]
+Lengths = Annotated[str, in_prompts(metavar="N,N", help="Tokens of a prompt with its answer, such as 4096,8192.")]
 Examples = Annotated[
-    int,
-    Option(
-        metavar="N",
-        help="Prompts, of each task, length and depth where there are several.",
-        min=1,
-        rich_help_panel=PROMPTS,
-    ),
+    int, in_prompts(metavar="N", help="Prompts, of each task, length and depth where there are several.", min=1)
 ]
 Depths = Annotated[
     str | None,
-    Option(
-        help="Where what is asked for stands in the prompt, such as 0,0.5,1. Default: drawn; of needles, in six steps.",
-        show_default=False,
-        rich_help_panel=PROMPTS,
+    in_prompts(
+        help="Where in the prompt the answer is, as fractions such as 0,0.5,1. Default: drawn; for needles, six steps."
     ),
 ]
-_CONTEXT = "Tokens of a prompt with its answer. Default: the model's context."
 MaxLength = Annotated[
-    int | None, Option(metavar="N", help=_CONTEXT, min=1, show_default=False, rich_help_panel=PROMPTS)
+    int | None, in_prompts(metavar="N", help="Tokens of a prompt with its answer. Default: the model's context.", min=1)
 ]
-_ANSWER = "Tokens of an answer. Default: as the task has it; 512 for --problems."
 MaxNewTokens = Annotated[
-    int | None, Option(metavar="N", help=_ANSWER, min=1, show_default=False, rich_help_panel=PROMPTS)
+    int | None,
+    in_prompts(metavar="N", help="Tokens of an answer. Default: as the task has it; 512 for --problems.", min=1),
 ]
 type Rows = list[dict[str, Any]]
 ANOTHER = "name another folder with --out, or move it away"
@@ -105,51 +90,34 @@ class Measurement:
     by_model: bool = True
 
 
-class Evaluation(Options):
+@dataclasses.dataclass(kw_only=True)
+class Evaluation(WindowGiven):
     """One model under its patterns, loaded when first asked for, and what is measured of it."""
 
-    def __init__(
-        self,
-        model: Model,
-        pattern: Annotated[
-            list[str] | None,
-            Option(
-                "--pattern",
-                help="A recipe or a pattern JSON, repeatable. Default: the checkpoint's own.",
-                show_default=False,
-                rich_help_panel=PATTERN,
-            ),
-        ] = None,
-        window: WindowSize = None,
-        sink_tokens: SinkTokens = None,
-        fa_decode: FullDecode = None,
-        yarn: Yarn = None,
-        batch_size: BatchSize = 16,
-        dtype: ComputeDtype = None,
-        seed: Seed = 0,
-        out: Annotated[
-            Path | None,
-            Option(
-                "--out",
-                help="Write results.json, samples.jsonl and pictures to this folder. Several kinds can share it. "
-                "The same command goes on after an interruption.",
-                rich_help_panel=OUTPUT,
-            ),
-        ] = None,
-        as_json: Annotated[
-            bool, Option("--json", help="Print the results as JSON in place of the table.", rich_help_panel=OUTPUT)
-        ] = False,
-    ):
-        self.model, self.yarn, self.dtype = model, yarn, dtype
-        self.sources, self.window = pattern or [], Window(window, sink_tokens, fa_decode)
-        self.batch_size, self.seed, self.out = batch_size, seed, out
+    model: Model
+    pattern: Annotated[
+        list[str] | None, in_pattern(help="A recipe or a pattern JSON, repeatable. Default: the checkpoint's own.")
+    ] = None
+    yarn: Yarn = None
+    batch_size: BatchSize = 16
+    dtype: ComputeDtype = None
+    seed: Seed = 0
+    out: Annotated[
+        Path | None,
+        in_output(
+            help="Write results.json, samples.jsonl and pictures to this folder. Several kinds can share it. "
+            "The same command goes on after an interruption."
+        ),
+    ] = None
+    as_json: Json = False
+    results: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
         self._kind = ""
         self._settings: dict[str, Any] = {}
-        self.results: dict[str, Any] = {}
-        self.as_json = as_json
-        if out is not None:
-            self.results = read_document(out / "results.json", "results of `evaluate`", "settings", ANOTHER)
-            check_output("--out", out / "results.json")
+        if self.out is not None:
+            self.results = read_document(self.out / "results.json", "results of `evaluate`", "settings", ANOTHER)
+            check_output("--out", self.out / "results.json")
 
     def begin(self, kind: str, **settings: Any) -> None:
         """Say what will be measured, by which settings.
@@ -181,7 +149,7 @@ class Evaluation(Options):
     @functools.cached_property
     def models(self) -> list[tuple[str, Decoder]]:
         """The model under each pattern, by the pattern's name."""
-        models = with_patterns(self._loaded[0], self.sources, self.window)
+        models = with_patterns(self._loaded[0], self.pattern or [], self.as_window)
         measured = {
             "model": str(self.checkpoint),
             "yarn": self.yarn,
@@ -213,7 +181,6 @@ class Evaluation(Options):
 
     def carry_out(self, what: Measurement) -> None:
         """Measure, write what is known as it comes, print the table and draw the picture."""
-        from swa_jax.report import table_console
         from swa_jax.report.progress import counted
 
         models, rows = self.models, list[dict[str, Any]]()
@@ -231,10 +198,7 @@ class Evaluation(Options):
         unfinished = [kind for kind in self.results.pop("unfinished", []) if kind != self._kind]
         self.results |= {"unfinished": unfinished} if unfinished else {}
         self._save(what.key, rows)
-        if self.as_json:
-            typer.echo(json.dumps(self.results, indent=2))
-        else:
-            table_console().print(what.table(rows))
+        print_report(self.results, what.table(rows), self.as_json)
         if self.out is not None:
             what.draw(rows, self.out)
             typer.echo(f"written to {self.out}", err=self.as_json)

@@ -6,32 +6,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option
+from typer import Argument
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.cli.evaluate.around import THINKING_WITHOUT_CHAT
 from swa_jax.cli.evaluate.evaluation import Evaluation, MaxLength, Measurement, Rows, Run
-from swa_jax.cli.generate_options import CHAT, Thinking
-from swa_jax.cli.options import PROMPTS
+from swa_jax.cli.generate_options import Thinking
+from swa_jax.cli.options import in_chat, in_prompts
 
 
 def harness(
     evaluation: Evaluation,
     tasks: Annotated[list[str], Argument(metavar="TASK...", help="Tasks such as arc_easy.")],
-    folder: Annotated[
-        Path | None, Option(help="A folder with YAML files of tasks of one's own.", rich_help_panel=PROMPTS)
-    ] = None,
-    limit: Annotated[
-        int | None, Option(help="Only the first N documents of a task.", min=1, rich_help_panel=PROMPTS)
-    ] = None,
+    folder: Annotated[Path | None, in_prompts(help="A folder with YAML files of tasks of one's own.")] = None,
+    limit: Annotated[int | None, in_prompts(help="Only the first N documents of a task.", min=1)] = None,
     max_length: MaxLength = None,
     chat: Annotated[
-        bool,
-        Option(
-            "--chat",
-            help="Ask in the model's chat template, each example of a few-shot prompt as a turn.",
-            rich_help_panel=CHAT,
-        ),
+        bool, in_chat("--chat", help="Ask in the model's chat template, each example of a few-shot prompt as a turn.")
     ] = False,
     thinking: Thinking = None,
 ) -> Measurement:

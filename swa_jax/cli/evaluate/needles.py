@@ -6,18 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-from typer import Option
-
 from swa_jax.cli.evaluate.around import Around
 from swa_jax.cli.evaluate.evaluation import Evaluation, Examples, Measurement, Rows, Run
 from swa_jax.cli.options import (
-    PROMPTS,
     Haystack,
     Length,
     NumKeys,
     check_length,
     draw_needles,
     fractions,
+    in_prompts,
     note_whole_prompts,
 )
 
@@ -32,14 +30,15 @@ def needles(
     examples: Examples = DEFAULT_EXAMPLES,
     length: Length = 1024,
     depths: Annotated[
-        str, Option(help="Where the needles lie, as fractions of the prompt, taken in turn.", rich_help_panel=PROMPTS)
+        str, in_prompts(help="Where the needles lie, as fractions of the prompt, taken in turn.")
     ] = DEFAULT_DEPTHS,
     keys: NumKeys = 1,
     haystack: Haystack = None,
 ) -> Measurement:
     """Needles found, loss of the answers, memory and speed."""
     from swa_jax.evaluate.measure import measure_pattern, score_by_depth
-    from swa_jax.report import needle_heat_map, pattern_table
+    from swa_jax.report.heat_maps import needle_heat_map
+    from swa_jax.report.tables import pattern_table
 
     places = fractions(depths)
     wrap = around.wrap(evaluation.checkpoint, "a needle's question")

@@ -8,18 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Option
-
 from swa_jax.base.errors import ConfigError
 from swa_jax.cli.evaluate.around import Around
 from swa_jax.cli.evaluate.evaluation import Evaluation, MaxLength, MaxNewTokens, Measurement, Rows, Run
 from swa_jax.cli.groups import Options
-from swa_jax.cli.options import PROMPTS
+from swa_jax.cli.options import in_prompts, panel
 
 if TYPE_CHECKING:
     from swa_jax.evaluate.questions import Question
 
-FILES = "Files of questions"
+in_files = panel("Files of questions")
 
 
 @dataclasses.dataclass
@@ -27,24 +25,16 @@ class Sets(Options):
     """Sets of questions by their files."""
 
     longbench: Annotated[
-        Path | None,
-        Option(help="LongBench: a .jsonl, or a folder of them. It needs --longbench-prompts.", rich_help_panel=FILES),
+        Path | None, in_files(help="LongBench: a .jsonl, or a folder of them. It needs --longbench-prompts.")
     ] = None
-    longbench_prompts: Annotated[
-        Path | None, Option(help="LongBench's dataset2prompt.json.", rich_help_panel=FILES)
-    ] = None
-    longbench_v2: Annotated[
-        Path | None, Option("--longbench-v2", help="LongBench v2's JSON.", rich_help_panel=FILES)
-    ] = None
-    longmemeval: Annotated[Path | None, Option(help="LongMemEval's JSON. It needs --judge.", rich_help_panel=FILES)] = (
-        None
-    )
+    longbench_prompts: Annotated[Path | None, in_files(help="LongBench's dataset2prompt.json.")] = None
+    longbench_v2: Annotated[Path | None, in_files(help="LongBench v2's JSON.")] = None
+    longmemeval: Annotated[Path | None, in_files(help="LongMemEval's JSON. It needs --judge.")] = None
     problems: Annotated[
         Path | None,
-        Option(
+        in_files(
             help="Problems as of GSM8K: JSON lines with question, answer and maybe group. The number at the end of an "
-            "answer must be right, or --judge decides.",
-            rich_help_panel=FILES,
+            "answer must be right, or --judge decides."
         ),
     ] = None
     max_new_tokens: MaxNewTokens = None
@@ -77,19 +67,16 @@ def questions(
     around: Around,
     judge: Annotated[
         str | None,
-        Option(
+        in_files(
             help="A program that reads answers as JSON lines and prints yes, no or 0 to 1 for each. Or URL#MODEL, an "
-            "OpenAI-compatible endpoint.",
-            rich_help_panel=FILES,
+            "OpenAI-compatible endpoint."
         ),
     ] = None,
     max_length: MaxLength = None,
     cut_middle: Annotated[
         bool,
-        Option(
-            "--cut-middle",
-            help="Cut the middle out of texts that are too long. Default: leave their questions out.",
-            rich_help_panel=PROMPTS,
+        in_prompts(
+            "--cut-middle", help="Cut the middle out of texts that are too long. Default: leave their questions out."
         ),
     ] = False,
 ) -> Measurement:

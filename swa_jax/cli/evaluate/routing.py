@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Option
-
 from swa_jax.base.errors import ConfigError
 from swa_jax.cli.evaluate.around import Around
 from swa_jax.cli.evaluate.evaluation import Depths, Evaluation, Measurement, Rows, Run
@@ -17,7 +15,7 @@ from swa_jax.cli.evaluate.needles import DEFAULT_EXAMPLES as NEEDLES
 from swa_jax.cli.evaluate.ruler import DEFAULT_EXAMPLES as RULER_PROMPTS
 from swa_jax.cli.evaluate.ruler import Grid, RulerPrompts
 from swa_jax.cli.groups import Options
-from swa_jax.cli.options import PROMPTS, NumKeys, check_length, draw_needles, fractions
+from swa_jax.cli.options import NumKeys, check_length, draw_needles, fractions, in_prompts, panel
 
 if TYPE_CHECKING:
     from swa_jax.data.chat import Wrap
@@ -25,17 +23,15 @@ if TYPE_CHECKING:
     from swa_jax.evaluate.examples import Example
     from swa_jax.evaluate.ruler import Cell
 
-TEXT = "Text"
+in_text = panel("Text")
 
 
 @dataclasses.dataclass
 class Text(Options):
     """A text to look at, beside the prompts."""
 
-    text: Annotated[Path | None, Option(help="Also look at this text, layer by layer.", rich_help_panel=TEXT)] = None
-    text_length: Annotated[
-        int, Option(help="Cut the text into sequences of so many tokens.", min=1, rich_help_panel=TEXT)
-    ] = 1024
+    text: Annotated[Path | None, in_text(help="Also look at this text, layer by layer.")] = None
+    text_length: Annotated[int, in_text(help="Cut the text into sequences of so many tokens.", min=1)] = 1024
 
     def tokens(self, evaluation: Evaluation) -> list[int]:
         return [] if self.text is None else evaluation.tokens(self.text)
@@ -47,31 +43,24 @@ def routing(
     around: Around,
     plain: Text,
     ruler: Annotated[
-        list[str] | None,
-        Option(
-            help="Look at prompts of this RULER task, repeatable. Default: at needles.",
-            show_default=False,
-            rich_help_panel=PROMPTS,
-        ),
+        list[str] | None, in_prompts(help="Look at prompts of this RULER task, repeatable. Default: at needles.")
     ] = None,
     depths: Depths = None,
     examples: Annotated[
         int | None,
-        Option(
+        in_prompts(
+            metavar="N",
             help=f"Prompts of each length ({NEEDLES} needles), or of each task, length and depth of RULER "
             f"({RULER_PROMPTS}). 0: the text alone.",
-            metavar="N",
             min=0,
-            show_default=False,
-            rich_help_panel=PROMPTS,
         ),
     ] = None,
     keys: NumKeys = 1,
 ) -> Measurement:
     """Where a routed (switch) model takes full attention: by layer on a text, by the needle's depth on prompts."""
     from swa_jax.evaluate.routing import check_routed, measure_routing
-    from swa_jax.report import routing_chart
     from swa_jax.report.evaluation_tables import routing_table
+    from swa_jax.report.layer_charts import routing_chart
 
     if examples == 0 and plain.text is None:
         raise ConfigError("--examples 0 leaves nothing to look at: name a text with --text")

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Option, echo
+from typer import Argument, echo
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.cli.evaluate.around import Around
 from swa_jax.cli.evaluate.evaluation import Depths, Evaluation, Examples, Lengths, MaxNewTokens, Measurement, Rows, Run
 from swa_jax.cli.groups import Options
-from swa_jax.cli.options import PROMPTS, Haystack, check_length, fractions, numbers, text_files
+from swa_jax.cli.options import Haystack, check_length, fractions, in_prompts, numbers, text_files
 
 if TYPE_CHECKING:
     from swa_jax.data.chat import Wrap
@@ -33,8 +33,8 @@ class RulerPrompts(Options):
     lengths: Lengths = "1024"
     max_new_tokens: MaxNewTokens = None
     haystack: Haystack = None
-    squad: Annotated[Path | None, Option(help="SQuAD's JSON, for the task qa_1.", rich_help_panel=PROMPTS)] = None
-    hotpotqa: Annotated[Path | None, Option(help="HotpotQA's JSON, for the task qa_2.", rich_help_panel=PROMPTS)] = None
+    squad: Annotated[Path | None, in_prompts(help="SQuAD's JSON, for the task qa_1.")] = None
+    hotpotqa: Annotated[Path | None, in_prompts(help="HotpotQA's JSON, for the task qa_2.")] = None
 
     def grid(self, tasks: Sequence[str], depths: str | None, num_examples: int, seed: int, wrap: Wrap) -> Grid:
         """The prompts. Raises `ConfigError` for what `tasks` and `fractions` refuse."""
@@ -168,8 +168,8 @@ def ruler(
 ) -> Measurement:
     """RULER's tasks: how much of what is asked for the answers have."""
     from swa_jax.evaluate.ruler_scores import ruler_scores
-    from swa_jax.report import needle_heat_map, ruler_heat
     from swa_jax.report.evaluation_tables import ruler_table
+    from swa_jax.report.heat_maps import needle_heat_map, ruler_heat
 
     wrap = around.wrap(evaluation.checkpoint, "RULER's prompts")
     tokenizer = evaluation.tokenizer

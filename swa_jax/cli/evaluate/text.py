@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option
+from typer import Argument
 
 from swa_jax.cli.evaluate.evaluation import Evaluation, Measurement, Rows, Run
-from swa_jax.cli.options import PROMPTS, numbers
+from swa_jax.cli.options import in_prompts, numbers
 
 DEFAULT_LENGTH = 1024
 
@@ -20,26 +20,19 @@ def text(
     file: Annotated[Path, Argument(help="A text.")],
     lengths: Annotated[
         str | None,
-        Option(
+        in_prompts(
             help=f"Cut the text into sequences of so many tokens, such as 512,4096. Default: {DEFAULT_LENGTH}, "
-            "or the whole text where it is shorter.",
-            show_default=False,
-            rich_help_panel=PROMPTS,
+            "or the whole text where it is shorter."
         ),
     ] = None,
     eval_windows: Annotated[
-        str | None,
-        Option(
-            help="Measure under these windows, such as 128,1024,full. Default: the patterns' own.",
-            show_default=False,
-            rich_help_panel=PROMPTS,
-        ),
+        str | None, in_prompts(help="Measure under these windows, such as 128,1024,full. Default: the patterns' own.")
     ] = None,
 ) -> Measurement:
     """Perplexity of a text, cut into sequences of one or several lengths, each after the tokenizer's start token."""
     from swa_jax.evaluate.sweep import perplexity_sweep
-    from swa_jax.report import loss_heat_map, sweep_heat
     from swa_jax.report.evaluation_tables import sweep_table
+    from swa_jax.report.heat_maps import loss_heat_map, sweep_heat
 
     sizes = numbers("--lengths", lengths) if lengths else None
     windows = numbers("--eval-windows", eval_windows, word="full") if eval_windows else None
