@@ -75,7 +75,7 @@ def nll_by_hand(model: Decoder, example: Example, full_from: int) -> float:
     return float(token_nll(model, example.prompt + example.answer, full_from)[len(example.prompt) - 1 :].mean())
 
 
-@pytest.mark.parametrize("name", ["full", "window", "interleave-1-in-2+fa-decode"])
+@pytest.mark.parametrize("name", ["window", "interleave-1-in-2+fa-decode"])
 def test_answer_nll_is_that_of_each_example_alone(model, name):
     # Unequal prompts and answers in batches of 2: padding and filling up must not be seen.
     mixed = examples([40, 21, 33, 25, 37], [5, 9, 1, 3, 7])
@@ -182,12 +182,6 @@ def test_passes_that_slide_begin_with_the_start_token_too(model):
     want += [token_nll(model, [3, *text[end - 24 : end]])[-8:] for end in range(32, 61, 8)]
     want.append(token_nll(model, [3, *text[40:]])[-5:])
     np.testing.assert_allclose(got, np.concatenate(want), rtol=1e-4, atol=1e-5)
-
-
-def test_one_pass_gives_no_interval(model):
-    text = np.random.default_rng(2).integers(0, VOCABULARY, 20).tolist()
-    assert perplexity(model, text, context=24).nll.interval is None
-    assert perplexity(model, text, context=18).nll.interval is not None
 
 
 def test_sliding_perplexity_gives_each_token_at_least_the_overlap(model):
