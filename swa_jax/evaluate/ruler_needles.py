@@ -18,8 +18,7 @@ import numpy as np
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.data.haystack import NOISE, library_files, read_text
-from swa_jax.evaluate.examples import Example
-from swa_jax.evaluate.ruler_prompts import Draft, Hay, Room, enumeration, placed
+from swa_jax.evaluate.ruler_prompts import Draft, Hay, enumeration, placed
 from swa_jax.evaluate.ruler_words import ADJECTIVES, NOUNS
 
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
@@ -59,13 +58,6 @@ NEEDLE_TASKS: Mapping[str, NeedleTask] = {
 }
 
 
-def needle_example(
-    task: NeedleTask, room: Room, rng: np.random.Generator, depth: float | None, essay: Sequence[str]
-) -> Example:
-    """One example; `depth`, if not None, is the place of the first needle asked for."""
-    return room.fit(_draw(task, rng, depth, essay))
-
-
 def essay(source: HaystackSource) -> tuple[str, list[str]]:
     """The haystack's name and its sentences, blanks and line ends within each made one blank."""
     name, end = "text" if isinstance(source, str) else "files", SENTENCE_END
@@ -80,8 +72,11 @@ def essay(source: HaystackSource) -> tuple[str, list[str]]:
     return name, sentences
 
 
-def _draw(task: NeedleTask, rng: np.random.Generator, depth: float | None, essay: Sequence[str]) -> Draft:
-    """Keys, values and places, in one order whatever the length: what is drawn last is the haystack of needles."""
+def needle_draft(task: NeedleTask, rng: np.random.Generator, depth: float | None, essay: Sequence[str]) -> Draft:
+    """Needles and a question; `depth`, if not None, is the place of the first needle asked for.
+
+    Keys, values and places are drawn in one order whatever the length: what is drawn last is the haystack of needles.
+    """
     keys, values = _Distinct(rng, task.keys), _Distinct(rng, task.values)
     drawn = {next(keys): [next(values) for _ in range(task.num_values)] for _ in range(task.num_keys)}
     queries = rng.permutation(list(drawn))[: task.num_queries].tolist()

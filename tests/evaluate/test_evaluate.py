@@ -123,9 +123,9 @@ def test_an_answer_is_right_by_its_value(model):
     """The sentence around it is given, and may be one that the model would not write."""
     windowed = model.with_pattern(recipe("interleave-1-in-2"))
     asked, unlikely = examples([30, 41, 35], [3, 3, 3], seed=5), []
-    for example in asked:  # a sentence of 3 tokens, the model's own 4, and 2 more that it would not write
-        said = generate(windowed, [example.prompt + example.answer], max_new_tokens=4)[0]
-        after = generate(windowed, [example.prompt + example.answer + said], max_new_tokens=1)[0][0]
+    continued = generate(windowed, [e.prompt + e.answer for e in asked], max_new_tokens=5)
+    for example, (*said, after) in zip(asked, continued, strict=True):
+        # A sentence of 3 tokens, the model's own 4, and 2 more that it would not write.
         unlikely.append([*example.answer, *said, *[(after + 1) % VOCABULARY] * 2])
     by_value = [Example(e.prompt, a, ["?"], {}, (3, 4, 5, 6)) for e, a in zip(asked, unlikely, strict=True)]
     scores = score_answers(windowed, by_value)
@@ -223,7 +223,9 @@ def needles() -> list[Example]:
 
 def test_generated_answers_are_those_of_generate_and_scored_by_their_text(model, needles):
     windowed = model.with_pattern(recipe("interleave-1-in-2"))
-    texts = [Ascii().decode(row) for row in generate(windowed, [e.prompt for e in needles], max_new_tokens=6)]
+    prompts = [e.prompt for e in needles]
+    rows = [generate(windowed, prompts[i : i + 2], max_new_tokens=6) for i in (0, 2, 3)]
+    texts = [Ascii().decode(row) for row in (*rows[0], *rows[1], rows[2][1])]
     # Two of five references are what the model says: with a fifth example left over, the last batch is filled up.
     known = [dataclasses.replace(e, references=[texts[i]] if i in (1, 4) else ["no"]) for i, e in enumerate(needles)]
     answers = generate_answers(windowed, Ascii(), known, max_new_tokens=6, batch_size=2)
