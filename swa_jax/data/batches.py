@@ -25,7 +25,7 @@ from swa_jax.data.distilled import read_distilled
 from swa_jax.data.documents import document_hash, is_held_out, read_documents, read_prompts, tokenizer_hash
 from swa_jax.data.haystack import Haystack
 from swa_jax.data.lessons import Dictionary, Lesson, Needles, RepeatedTokens
-from swa_jax.data.packing import PackedPrompts, PackedText
+from swa_jax.data.packing import PackedPrompts, PackedText, TokenDocuments
 from swa_jax.data.sources import ANSWERED, GENERATED, SourceConfig, source_files
 from swa_jax.data.stored import StoredDocuments, read_manifest
 from swa_jax.data.tokenizer import Tokenizer
@@ -82,7 +82,13 @@ def make_batches(
     ]
     if not samples:
         raise ConfigError("no source holds anything out: set 'held_out' of at least one")
-    mixed = _InTurn(samples) if held_out else _mixed(samples, [source.weight for source in sources])
+    if held_out:
+        mixed: Any = _InTurn(samples)
+    elif len(samples) == 1:
+        mixed = samples[0]
+    else:
+        sets = [grain.MapDataset.source(sample) for sample in samples]
+        mixed = grain.MapDataset.mix(sets, [source.weight for source in sources])
     segments = None
     if any(isinstance(sample, PackedPrompts) for sample in samples):
         segments = max(sample.max_segments() for sample in samples)
@@ -91,12 +97,6 @@ def make_batches(
     return Batches(
         _GlobalBatches(mixed, batch_size, taken, segments, count), _fingerprint(sources, tokenizer, sizes), samples
     )
-
-
-def _mixed(samples: Sequence[Any], weights: Sequence[float]) -> Any:
-    if len(samples) == 1:
-        return samples[0]
-    return grain.MapDataset.mix([grain.MapDataset.source(sample) for sample in samples], weights)
 
 
 def _fingerprint(sources: Sequence[SourceConfig], tokenizer: Tokenizer, sizes: dict[str, Any]) -> dict[str, Any]:
@@ -136,16 +136,17 @@ def open_source(
             prompts = read_prompts(files, tokenizer, source.prompt_field, source.answer_field)
         chosen = _chosen([prompt.tokens for prompt in prompts], source, held_out)
         return PackedPrompts(prompts if chosen is None else [prompts[i] for i in chosen], length, seed)
-    name = f"the text of {', '.join(source.files)}"
+    documents: TokenDocuments
     if source.kind == "tokens":
-        stored = StoredDocuments(files, tokenizer)
-        chosen = _chosen(stored, source, held_out)
-        if chosen is None:
-            return PackedText(stored, length, seed, sizes=stored.sizes, name=name)
-        return PackedText(_Chosen(stored, chosen), length, seed, sizes=stored.sizes[chosen], name=name)
-    documents = read_documents(files, tokenizer, source.text_field, source.split)
+        documents = StoredDocuments(files, tokenizer)
+        sizes = documents.sizes
+    else:
+        documents = read_documents(files, tokenizer, source.text_field, source.split)
+        sizes = np.array([len(document) for document in documents])
     chosen = _chosen(documents, source, held_out)
-    return PackedText(documents if chosen is None else [documents[i] for i in chosen], length, seed, name=name)
+    if chosen is not None:
+        documents, sizes = _Chosen(documents, chosen), sizes[chosen]
+    return PackedText(documents, length, seed, sizes=sizes, name=f"the text of {', '.join(source.files)}")
 
 
 def _open_lesson(source: SourceConfig, tokenizer: Tokenizer, files: tuple[Path, ...], **row: int) -> Lesson:
@@ -280,7 +281,7 @@ class _InTurn:
 class _Chosen:
     """Some of the documents, which stay where they are."""
 
-    def __init__(self, documents: StoredDocuments, places: np.ndarray):
+    def __init__(self, documents: TokenDocuments, places: np.ndarray):
         self.documents, self.places = documents, places
 
     def __len__(self) -> int:
@@ -290,16 +291,14 @@ class _Chosen:
         return self.documents[self.places[index]]
 
 
-def _chosen(
-    documents: StoredDocuments | Sequence[np.ndarray], source: SourceConfig, held_out: bool
-) -> np.ndarray | None:
+def _chosen(documents: TokenDocuments, source: SourceConfig, held_out: bool) -> np.ndarray | None:
     """Places of the documents to read, None for all of them."""
     if not source.held_out:
         return None
     if isinstance(documents, StoredDocuments):
         hashes = documents.hashes
     else:
-        hashes = np.array([document_hash(document) for document in documents], np.uint64)
+        hashes = np.array([document_hash(documents[i]) for i in range(len(documents))], np.uint64)
     places = np.flatnonzero(is_held_out(hashes, source.held_out) == held_out)
     if not len(places):
         raise ConfigError(

@@ -96,19 +96,21 @@ class Haystack:
             raise ConfigError("the haystack is empty; give a text or files with some words in them")
         self._tokens: dict[int, list[int]] = {}
 
-    def part_tokens(self, part: int) -> list[int]:
-        if part not in self._tokens:
-            self._tokens[part] = self.tokenizer.encode(self.parts[part])
-        return self._tokens[part]
-
     def draw(self, rng: np.random.Generator, size: int) -> list[int]:
         """`size` tokens from the start of a drawn part on."""
         part = int(rng.integers(len(self.parts)))
         tokens: list[int] = []
         while len(tokens) < size:
-            tokens += self.part_tokens(part)
+            if part not in self._tokens:
+                self._tokens[part] = self.tokenizer.encode(self.parts[part])
+            tokens += self._tokens[part]
             part = (part + 1) % len(self.parts)
         return tokens[:size]
+
+    def draw_around(self, rng: np.random.Generator, needles: list[list[int]], size: int) -> list[int]:
+        """`size` tokens, those of `needles` included, which stand at drawn places of the text."""
+        room = size - sum(map(len, needles))
+        return insert_needles(self.draw(rng, room), needles, rng.integers(room + 1, size=len(needles)).tolist())
 
 
 def split_lines(text: str, characters: int = 1024) -> list[str]:
@@ -123,9 +125,3 @@ def split_lines(text: str, characters: int = 1024) -> list[str]:
             parts.append("".join(lines))
             lines, size = [], 0
     return [*parts, "".join(lines)] if lines else parts
-
-
-def _stretch(rng: np.random.Generator, hay: Haystack, needles: list[list[int]], size: int) -> list[int]:
-    """`size` tokens: `needles` at drawn places of a stretch of haystack."""
-    room = size - sum(map(len, needles))
-    return insert_needles(hay.draw(rng, room), needles, rng.integers(room + 1, size=len(needles)).tolist())

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from swa_jax.base.errors import ConfigError
-from swa_jax.base.files import write_text
+from swa_jax.base.files import write_json, write_text
 from swa_jax.data.haystack import (
     ADJECTIVES,
     ANSWER,
@@ -188,13 +188,9 @@ def train_recall_tokenizer() -> Tokenizer:
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json` into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = '{\n  "tokenizer_class": "PreTrainedTokenizerFast",\n  "eos_token": "%s",\n  "pad_token": "%s"\n}\n'
-    files = {
-        "tokenizer.json": tokenizer.backend.to_str(pretty=True),
-        "tokenizer_config.json": config % (END_OF_TEXT, END_OF_TEXT),
-    }
-    for name, text in files.items():
-        write_text(folder / name, text)
+    write_text(folder / "tokenizer.json", tokenizer.backend.to_str(pretty=True))
+    tokens = {"eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
+    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | tokens)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Literal
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.files import check_local
+from swa_jax.data.haystack import library_files
 
 STANDARD_LIBRARY = "stdlib"  # as a file name: the interpreter's own library sources, less those held out for evaluation
 PLAIN_TEXT = (".txt", ".md", ".py")  # a file is one document
@@ -83,8 +84,6 @@ def text_files(names: Sequence[str], suffixes: Sequence[str] = PLAIN_TEXT + RECO
     Of a folder those with one of the suffixes are taken; a file that is named is taken whatever its suffix. Files of no
     bytes are an error if they are named or should hold records; a folder of text may have some.
     """
-    from swa_jax.data.haystack import library_files
-
     found: list[Path] = []
     for name in names:
         if name == STANDARD_LIBRARY:

@@ -55,16 +55,12 @@ def measure_efficiency(
             if number:
                 times[name].append((first, rest))
             advance(1)
+    weight_bytes = {name: sum(x.nbytes for x in jax.tree.leaves(nnx.state(model))) for name, model in models.items()}
     return {
         name: _figures(times[name], prompts, new_tokens, cache_bytes[name])
-        | {"memory_bytes": cache_bytes[name] + weight_bytes(model)}
-        for name, model in models.items()
+        | {"memory_bytes": cache_bytes[name] + weight_bytes[name]}
+        for name in models
     }
-
-
-def weight_bytes(model: Decoder) -> int:
-    """Bytes of a model's parameters."""
-    return sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
 
 
 def _time(model: Decoder, batch: Batch, new_tokens: int) -> tuple[float, float, int]:

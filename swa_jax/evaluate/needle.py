@@ -22,7 +22,7 @@ import numpy as np
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.data.chat import Wrap
-from swa_jax.data.haystack import ANSWER, NEEDLE, QUESTION, Haystack, TextTokenizer, _stretch, draw_keys, draw_value
+from swa_jax.data.haystack import ANSWER, NEEDLE, QUESTION, Haystack, TextTokenizer, draw_keys, draw_value
 from swa_jax.evaluate.examples import Example, value_places
 
 Depths = tuple[float, float] | Sequence[float] | None
@@ -107,9 +107,9 @@ def _one_example(
     before, after = _share_out(rng, distractors, start - len(opening), room - start)
     prompt = [
         *opening,
-        *_stretch(rng, hay, before, start - len(opening)),
+        *hay.draw_around(rng, before, start - len(opening)),
         *target,
-        *_stretch(rng, hay, after, room - start),
+        *hay.draw_around(rng, after, room - start),
         *question,
     ]
     return Example(

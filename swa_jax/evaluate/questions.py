@@ -100,12 +100,14 @@ def longbench(path: Path, prompts: Path) -> list[Question]:
     Raises:
       ConfigError: an unknown or Chinese data set, a data set without prompt, or a record without the fields needed.
     """
-    templates = _object(prompts)
+    templates: dict[str, str] = read_json(prompts)
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    if not files:
+        raise ConfigError(f"{path} has no .jsonl files")
     questions = []
-    for file in _files(path):
-        for number, record in enumerate(_records(file)):
+    for file in files:
+        for where, record in _records(file):
             name = str(record.get("dataset", file.stem)).removesuffix("_e")
-            where = f"{file}, record {number}"
             if name in _CHINESE:
                 raise ConfigError(
                     f"{where}: '{name}' is Chinese, and its words cannot be told apart here: leave it out"
@@ -147,7 +149,7 @@ def longbench_v2(file: Path, template: str = V2_PROMPT) -> list[Question]:
             score=metrics.choice,
             also=tuple(str(record[name]) for name in ("difficulty", "length") if name in record),
         )
-        for where, record in _numbered(file)
+        for where, record in _records(file)
     ]
 
 
@@ -158,7 +160,7 @@ def longmemeval(file: Path, template: str = MEMORY_PROMPT) -> list[Question]:
     groups, and also averaged over apart ("abstention"), as its paper does.
     """
     questions = []
-    for where, record in _numbered(file):
+    for where, record in _records(file):
         told = {
             "type": _field(record, "question_type", where),
             "question": _field(record, "question", where),
@@ -195,7 +197,7 @@ def problems(file: Path, *, judged: bool = False, template: str = PROBLEM_PROMPT
       ConfigError: a record without the fields, or, if none judges, without a number in its answer.
     """
     questions = []
-    for where, record in _numbered(file):
+    for where, record in _records(file):
         asked = str(_field(record, "question", where))
         answer = str(_field(record, "answer", where)).rpartition(END_OF_STEPS)[2].strip()
         if not judged and numbers.last_number(answer) is None:
@@ -246,19 +248,8 @@ def _field(record: dict[str, Any], name: str, where: str) -> Any:
     return record[name]
 
 
-def _numbered(file: Path) -> list[tuple[str, dict[str, Any]]]:
-    return [(f"{file}, record {number}", record) for number, record in enumerate(_records(file))]
-
-
-def _files(path: Path) -> list[Path]:
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    if not files:
-        raise ConfigError(f"{path} has no .jsonl files")
-    return files
-
-
-def _records(file: Path) -> list[dict[str, Any]]:
-    """The records of a file that is one JSON list, or has one JSON object a line."""
+def _records(file: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Where each record is, and the record, of a file that is one JSON list, or has one JSON object a line."""
     data = file.read_bytes()
     if data.lstrip().startswith(b"["):
         records = parse_json_value(data, file)
@@ -267,8 +258,4 @@ def _records(file: Path) -> list[dict[str, Any]]:
         records = [parse_json_value(line, f"{file}, line {number}") for number, line in lines if line.strip()]
     if not records or not all(isinstance(record, dict) for record in records):
         raise ConfigError(f"{file} must hold JSON objects, one a line or in a list, and at least one")
-    return records
-
-
-def _object(file: Path) -> dict[str, str]:
-    return read_json(file)
+    return [(f"{file}, record {number}", record) for number, record in enumerate(records)]

@@ -28,7 +28,7 @@ from swa_jax.data.chat import Wrap
 from swa_jax.data.haystack import TextTokenizer
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.ruler_counts import common_example, frequent_example
-from swa_jax.evaluate.ruler_needles import NEEDLE_TASKS, HaystackSource, essay, needle_example
+from swa_jax.evaluate.ruler_needles import NEEDLE_TASKS, HaystackSource, essay, needle_draft
 from swa_jax.evaluate.ruler_prompts import Room
 from swa_jax.evaluate.ruler_qa import READERS, QuestionFile, qa_example
 from swa_jax.evaluate.ruler_tracking import tracking_example
@@ -140,7 +140,7 @@ def _maker(
         name, sentences = essay(haystack) if needles.haystack == "essay" else (f"{needles.haystack} (RULER)", [])
 
         def needle(rng: np.random.Generator, depth: float | None, _: int) -> Example:
-            example = needle_example(needles, room, rng, depth, sentences)
+            example = room.fit(needle_draft(needles, rng, depth, sentences))
             example.meta["haystack"] = name
             return example
 

@@ -14,17 +14,17 @@ a longer list. And words are in another order in each example; RULER shuffles al
 
 from __future__ import annotations
 
+import contextlib
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.evaluate.examples import Example
-from swa_jax.evaluate.ruler_prompts import FillerEnds, Room, enumeration
+from swa_jax.evaluate.ruler_prompts import Draft, FillerEnds, Room, enumeration
 from swa_jax.evaluate.ruler_words import ADJECTIVES, NOUNS
 
 COMMON_TEMPLATE = (
@@ -67,91 +67,81 @@ def common_example(room: Room, rng: np.random.Generator) -> Example:
     )
     pairs = [f"{adjective}-{noun}" for adjective in ADJECTIVES for noun in NOUNS]
     seed = int(rng.integers(2**63))
+    repeats = Repeats(6, 1) if short else Repeats(30, 3)
     for words in ([*ADJECTIVES, *NOUNS], pairs):
-        drawn = rng.permutation(words).tolist()
-        try:
-            return room.fit(_CommonWords(example, drawn, Repeats(6, 1) if short else Repeats(30, 3), seed))
-        except FillerEnds:
-            continue
+        with contextlib.suppress(FillerEnds):
+            return room.fit(_common(example, rng.permutation(words).tolist(), repeats, seed))
     raise ConfigError(
         f"length is {room.length} tokens, for which cwe needs more than {len(pairs)} words, which is all there are: "
         "choose a shorter length"
     )
 
 
-def frequent_example(room: Room, rng: np.random.Generator) -> Example:
-    """One example of fwe."""
-    return room.fit(_FrequentWords(int(rng.integers(2**63))))
+def _common(example: str, words: list[str], repeats: Repeats, seed: int) -> Draft:
+    """Of words, the common ones first; the filler are entries of the others. `seed` draws the order of the list."""
 
+    def question(size: int, _: bool) -> str:
+        entries = _entries(words, repeats, size)
+        order = np.random.default_rng(seed).permutation(len(entries))
+        return example + COMMON_TEMPLATE.format(context=_numbered([entries[i] for i in order]))
 
-@dataclass(frozen=True)
-class _CommonWords:
-    example: str
-    words: list[str]  # the common ones first
-    repeats: Repeats
-    seed: int  # of the order
-
-    least = "the example, the common words and the question of cwe"
-    prefix = COMMON_PREFIX
-    sizes_a_token = 0.1  # entries of words that are not common
-
-    @property
-    def references(self) -> list[str]:
-        return self.words[:NUM_COMMON]
-
-    @property
-    def answer(self) -> str:
-        return f" {_numbered(self.references)}"
-
-    def question(self, size: int, whole_words: bool) -> str:
-        entries = _entries(self.words, self.repeats, size)
-        order = np.random.default_rng(self.seed).permutation(len(entries))
-        return self.example + COMMON_TEMPLATE.format(context=_numbered([entries[i] for i in order]))
-
-    def about(self, size: int, whole_words: bool) -> dict[str, Any]:
-        others = -(-size // self.repeats.other)
+    def about(size: int, _: bool) -> dict[str, Any]:
+        others = -(-size // repeats.other)
         return {"haystack": "words of our own", "num_words": NUM_COMMON + others}
 
+    return Draft(
+        least="the example, the common words and the question of cwe",
+        prefix=COMMON_PREFIX,
+        references=words[:NUM_COMMON],
+        answer=f" {_numbered(words[:NUM_COMMON])}",
+        question=question,
+        about=about,
+        sizes_a_token=0.1,
+    )
 
-@dataclass(frozen=True)
-class _FrequentWords:
-    seed: int
 
-    least = "the fewest words that fwe can tell apart and the question"
-    prefix = FREQUENT_PREFIX
-    sizes_a_token = 0.4  # words, with those that are too rare to occur
+def frequent_example(room: Room, rng: np.random.Generator) -> Example:
+    """One example of fwe. Its filler are words, with those that are too rare to occur."""
+    seed = int(rng.integers(2**63))
+    references = _coded_words(seed, NUM_FREQUENT)
 
-    @cached_property
-    def references(self) -> list[str]:
-        return self._words(NUM_FREQUENT)
-
-    @property
-    def answer(self) -> str:
-        return f" {enumeration(self.references)}."
-
-    def question(self, size: int, whole_words: bool) -> str:
-        counts = self._counts(size)
-        words = [DOTS, *self._words(len(counts) - 1)]
+    def question(size: int, _: bool) -> str:
+        counts = _counts(size)
+        words = [DOTS, *_coded_words(seed, len(counts) - 1)]
         entries = [word for word, count in zip(words, counts, strict=True) for _ in range(count)]
-        order = np.random.default_rng(self.seed).permutation(len(entries))
+        order = np.random.default_rng(seed).permutation(len(entries))
         return FREQUENT_TEMPLATE.format(context=" ".join(entries[i] for i in order))
 
-    def about(self, size: int, whole_words: bool) -> dict[str, Any]:
-        return {"haystack": "coded words (RULER)", "counts": self._counts(size)[1 : NUM_FREQUENT + 2]}
+    def about(size: int, _: bool) -> dict[str, Any]:
+        return {"haystack": "coded words (RULER)", "counts": _counts(size)[1 : NUM_FREQUENT + 2]}
 
-    def _counts(self, size: int) -> list[int]:
-        """How often each word occurs, the dots first; words that do not occur are left out."""
-        total = LEAST_WORDS + size
-        ranks = np.arange(1, int(total**0.5) + 1)
-        return [count for count in (total * SHARE_OF_FIRST / ranks**2).astype(int).tolist() if count]
+    return room.fit(
+        Draft(
+            least="the fewest words that fwe can tell apart and the question",
+            prefix=FREQUENT_PREFIX,
+            references=references,
+            answer=f" {enumeration(references)}.",
+            question=question,
+            about=about,
+            sizes_a_token=0.4,
+        )
+    )
 
-    def _words(self, count: int) -> list[str]:
-        """The first `count` coded words, which do not depend on `count`."""
-        rng = np.random.default_rng([self.seed, 1])
-        words: dict[str, None] = {}
-        while len(words) < count:
-            words["".join(rng.choice(list(string.ascii_lowercase), LETTERS))] = None
-        return list(words)
+
+def _counts(size: int) -> list[int]:
+    """How often each word occurs, the dots first; words that do not occur are left out."""
+    total = LEAST_WORDS + size
+    ranks = np.arange(1, int(total**0.5) + 1)
+    return [count for count in (total * SHARE_OF_FIRST / ranks**2).astype(int).tolist() if count]
+
+
+def _coded_words(seed: int, count: int) -> list[str]:
+    """The first `count` coded words, which do not depend on `count`."""
+    rng = np.random.default_rng([seed, 1])
+    words: dict[str, None] = {}
+    while len(words) < count:
+        words["".join(rng.choice(list(string.ascii_lowercase), LETTERS))] = None
+    return list(words)
 
 
 def _entries(words: Sequence[str], repeats: Repeats, others: int) -> list[str]:

@@ -18,8 +18,7 @@ import numpy as np
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.data.haystack import NOISE, library_files, read_text
-from swa_jax.evaluate.examples import Example
-from swa_jax.evaluate.ruler_prompts import Hay, Room, enumeration, placed
+from swa_jax.evaluate.ruler_prompts import Draft, Hay, enumeration, placed
 from swa_jax.evaluate.ruler_words import ADJECTIVES, NOUNS
 
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
@@ -59,13 +58,6 @@ NEEDLE_TASKS: Mapping[str, NeedleTask] = {
 }
 
 
-def needle_example(
-    task: NeedleTask, room: Room, rng: np.random.Generator, depth: float | None, essay: Sequence[str]
-) -> Example:
-    """One example; `depth`, if not None, is the place of the first needle asked for."""
-    return room.fit(_draw(task, rng, depth, essay))
-
-
 def essay(source: HaystackSource) -> tuple[str, list[str]]:
     """The haystack's name and its sentences, blanks and line ends within each made one blank."""
     name, end = "text" if isinstance(source, str) else "files", SENTENCE_END
@@ -80,61 +72,11 @@ def essay(source: HaystackSource) -> tuple[str, list[str]]:
     return name, sentences
 
 
-@dataclass(frozen=True)
-class _HiddenNeedles:
-    """Needles and a question, for as much haystack as there is room."""
+def needle_draft(task: NeedleTask, rng: np.random.Generator, depth: float | None, essay: Sequence[str]) -> Draft:
+    """Needles and a question; `depth`, if not None, is the place of the first needle asked for.
 
-    task: NeedleTask
-    hay: Hay
-    needles: list[tuple[float, str]]  # (depth, sentence), by depth
-    queries: list[str]
-    references: list[str]  # the values of the queries, in their order
-    first: str  # the needle of the first query's first value
-    first_depth: float
-    separator: str
-
-    least = "the needles and the question"
-    sizes_a_token = 4.0  # characters
-
-    @property
-    def one(self) -> bool:
-        return len(self.references) == 1
-
-    @property
-    def kind(self) -> str:
-        return self.task.values[:-1] if self.one else self.task.values
-
-    @property
-    def prefix(self) -> str:
-        return ANSWER_PREFIX.format(kind=self.kind, query=enumeration(self.queries), be="is" if self.one else "are")
-
-    @property
-    def answer(self) -> str:
-        return f" {enumeration(self.references)}."
-
-    def question(self, size: int, whole_words: bool) -> str:
-        """The needles between the sentences of `size` characters of haystack, and what is asked."""
-        return TASK_TEMPLATE.format(
-            opening="A" if self.one else "Some",
-            be="is" if self.one else "are",
-            be_all="is" if self.one else "are all",
-            kind=self.kind,
-            context=self.separator.join(placed(self.hay.take(size, whole_words), self.needles)),
-            query=enumeration(self.queries),
-        )
-
-    def about(self, size: int, whole_words: bool) -> dict[str, Any]:
-        return {
-            "depth": self.first_depth,
-            "first": self.first,
-            "keys": self.queries,
-            "num_needles": len(self.needles),
-            "haystack_sentences": len(self.hay.take(size, whole_words)),
-        }
-
-
-def _draw(task: NeedleTask, rng: np.random.Generator, depth: float | None, essay: Sequence[str]) -> _HiddenNeedles:
-    """Keys, values and places, in one order whatever the length: what is drawn last is the haystack of needles."""
+    Keys, values and places are drawn in one order whatever the length: what is drawn last is the haystack of needles.
+    """
     keys, values = _Distinct(rng, task.keys), _Distinct(rng, task.values)
     drawn = {next(keys): [next(values) for _ in range(task.num_values)] for _ in range(task.num_keys)}
     queries = rng.permutation(list(drawn))[: task.num_queries].tolist()
@@ -157,15 +99,38 @@ def _draw(task: NeedleTask, rng: np.random.Generator, depth: float | None, essay
         source = itertools.repeat(NOISE.strip())
     else:
         source = (NEEDLE.format(kind=task.values, key=key, value=next(values)) for key in keys)
-    return _HiddenNeedles(
-        task=task,
-        hay=Hay(source),
-        needles=sorted(((places[value], needle) for value, needle in sentences.items()), key=lambda n: n[0]),
-        queries=queries,
-        references=[value for query in queries for value in drawn[query]],
-        first=sentences[first],
-        first_depth=places[first],
-        separator=" " if task.haystack == "essay" else "\n",
+    hay, separator = Hay(source), " " if task.haystack == "essay" else "\n"
+    needles = sorted(((places[value], needle) for value, needle in sentences.items()), key=lambda n: n[0])
+    references = [value for query in queries for value in drawn[query]]
+    one = len(references) == 1
+    asked = {"kind": task.values[:-1] if one else task.values, "query": enumeration(queries)}
+
+    def question(size: int, whole_words: bool) -> str:
+        """The needles between the sentences of `size` characters of haystack, and what is asked."""
+        return TASK_TEMPLATE.format(
+            opening="A" if one else "Some",
+            be="is" if one else "are",
+            be_all="is" if one else "are all",
+            context=separator.join(placed(hay.take(size, whole_words), needles)),
+            **asked,
+        )
+
+    def about(size: int, whole_words: bool) -> dict[str, Any]:
+        return {
+            "depth": places[first],
+            "first": sentences[first],
+            "keys": queries,
+            "num_needles": len(needles),
+            "haystack_sentences": len(hay.take(size, whole_words)),
+        }
+
+    return Draft(
+        least="the needles and the question",
+        prefix=ANSWER_PREFIX.format(be="is" if one else "are", **asked),
+        references=references,
+        answer=f" {enumeration(references)}.",
+        question=question,
+        about=about,
     )
 
 

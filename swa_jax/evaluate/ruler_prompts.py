@@ -11,7 +11,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.data.chat import Wrap
@@ -29,34 +29,19 @@ class TooShort(ConfigError):
     """A length is too short for what a task's prompts must have."""
 
 
-class Draft(Protocol):
+@dataclass(frozen=True)
+class Draft:
     """A prompt but for the size of its filler, which is counted as the task likes: in characters, words, entries."""
 
-    @property
-    def least(self) -> str:
-        """What the prompt has without filler, for a sentence."""
-
-    @property
-    def sizes_a_token(self) -> float:
-        """About how much filler a token is: where the search begins."""
-
-    @property
-    def prefix(self) -> str:
-        """The beginning of the answer, which the prompt ends with."""
-
-    @property
-    def references(self) -> list[str]:
-        """What is to be found."""
-
-    @property
-    def answer(self) -> str:
-        """What a perfect model would write."""
-
-    def question(self, size: int, whole_words: bool) -> str:
-        """All but the prefix; the filler ends at the end of a word if asked for. May raise `FillerEnds`."""
-
-    def about(self, size: int, whole_words: bool) -> dict[str, Any]:
-        """For `Example.meta`; the text under "first", if there is one, becomes its place, "needle_start"."""
+    least: str  # what the prompt has without filler, for a sentence
+    prefix: str  # the beginning of the answer, which the prompt ends with
+    references: list[str]  # what is to be found
+    answer: str  # what a perfect model would write
+    # Of the filler's size, and whether it ends at the end of a word: all but the prefix. May raise `FillerEnds`.
+    question: Callable[[int, bool], str]
+    # Of the same: for `Example.meta`; the text under "first", if there is one, becomes its place, "needle_start".
+    about: Callable[[int, bool], dict[str, Any]]
+    sizes_a_token: float = 4.0  # about how much filler a token is: where the search begins
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import numpy as np
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.files import parse_json_value
 from swa_jax.evaluate.examples import Example
-from swa_jax.evaluate.ruler_prompts import Hay, Room, placed
+from swa_jax.evaluate.ruler_prompts import Draft, Hay, Room, placed
 
 TASK_TEMPLATE = (
     "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\n"
@@ -89,46 +89,36 @@ def qa_example(room: Room, rng: np.random.Generator, depth: float | None, file: 
         depths = [depth, *(max(depth, other) for other in depths[1:])]
     needles = [(place, file.documents[number]) for place, number in zip(depths, own, strict=True)]
     hay = Hay(_others(rng, asked, file.documents))
-    return room.fit(_Passages(file.name, asked, needles, hay, int(rng.integers(2**63))))
+    seed = int(rng.integers(2**63))  # of the others' order
 
-
-@dataclass(frozen=True)
-class _Passages:
-    name: str
-    asked: Asked
-    needles: list[tuple[float, str]]  # the documents with the answer, by depth
-    hay: Hay  # the others
-    seed: int  # of their order
-
-    least = "the documents with the answer and the question of qa"
-    prefix = ANSWER_PREFIX
-    sizes_a_token = 4.0  # characters
-
-    @property
-    def references(self) -> list[str]:
-        return self.asked.answers
-
-    @property
-    def answer(self) -> str:
-        return f" {self.references[0]}"
-
-    def question(self, size: int, whole_words: bool) -> str:
-        others = self.hay.take(size, whole_words)
+    def question(size: int, whole_words: bool) -> str:
+        others = hay.take(size, whole_words)
         # The order of keys, and not of a permutation: one more document leaves the others where they are.
-        keys = np.random.default_rng(self.seed).random(len(others))
-        documents = placed([others[i] for i in np.argsort(keys)], self.needles)
+        keys = np.random.default_rng(seed).random(len(others))
+        documents = placed([others[i] for i in np.argsort(keys)], needles)
         context = "\n\n".join(
             DOCUMENT.format(number=number, document=document) for number, document in enumerate(documents, start=1)
         )
-        return TASK_TEMPLATE.format(context=context, query=self.asked.question)
+        return TASK_TEMPLATE.format(context=context, query=asked.question)
 
-    def about(self, size: int, whole_words: bool) -> dict[str, Any]:
+    def about(size: int, whole_words: bool) -> dict[str, Any]:
         return {
-            "depth": self.needles[0][0],
-            "first": self.needles[0][1],
-            "haystack": self.name,
-            "num_documents": len(self.needles) + len(self.hay.take(size, whole_words)),
+            "depth": needles[0][0],
+            "first": needles[0][1],
+            "haystack": file.name,
+            "num_documents": len(needles) + len(hay.take(size, whole_words)),
         }
+
+    return room.fit(
+        Draft(
+            least="the documents with the answer and the question of qa",
+            prefix=ANSWER_PREFIX,
+            references=asked.answers,
+            answer=f" {asked.answers[0]}",
+            question=question,
+            about=about,
+        )
+    )
 
 
 def _others(rng: np.random.Generator, asked: Asked, documents: Sequence[str]) -> Iterator[str]:

@@ -12,13 +12,12 @@ import itertools
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from swa_jax.data.haystack import NOISE
 from swa_jax.evaluate.examples import Example
-from swa_jax.evaluate.ruler_prompts import Hay, Room, placed
+from swa_jax.evaluate.ruler_prompts import Draft, Hay, Room, placed
 
 TASK_TEMPLATE = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
@@ -43,7 +42,17 @@ def tracking_example(room: Room, rng: np.random.Generator) -> Example:
         return solved.text([NOISE.strip()] * lines) + solved.prefix + solved.answer + "\n\n"
 
     lines = next(n for n in itertools.count() if len(room.tokenizer.encode(example(n + 1))) > most)
-    return room.fit(_Assignments(example(lines), asked, Hay(itertools.repeat(NOISE.strip()))))
+    before, hay = example(lines), Hay(itertools.repeat(NOISE.strip()))
+    return room.fit(
+        Draft(
+            least="the example, the chain and the question of vt",
+            prefix=asked.prefix,
+            references=asked.names,
+            answer=asked.answer,
+            question=lambda size, whole_words: before + asked.text(hay.take(size, whole_words)),
+            about=lambda *_: {"first": asked.statements[0], "depths": asked.depths, "haystack": NAME},
+        )
+    )
 
 
 @dataclass(frozen=True)
@@ -69,34 +78,6 @@ class _Chain:
     def text(self, noise: Sequence[str]) -> str:
         lines = placed(noise, list(zip(self.depths, self.statements, strict=True)))
         return TASK_TEMPLATE.format(context="\n".join(lines), value=self.value)
-
-
-@dataclass(frozen=True)
-class _Assignments:
-    example: str
-    chain: _Chain
-    hay: Hay
-
-    least = "the example, the chain and the question of vt"
-    sizes_a_token = 4.0  # characters
-
-    @property
-    def prefix(self) -> str:
-        return self.chain.prefix
-
-    @property
-    def references(self) -> list[str]:
-        return self.chain.names
-
-    @property
-    def answer(self) -> str:
-        return self.chain.answer
-
-    def question(self, size: int, whole_words: bool) -> str:
-        return self.example + self.chain.text(self.hay.take(size, whole_words))
-
-    def about(self, size: int, whole_words: bool) -> dict[str, Any]:
-        return {"first": self.chain.statements[0], "depths": self.chain.depths, "haystack": NAME}
 
 
 def _draw(rng: np.random.Generator, letters: int) -> _Chain:

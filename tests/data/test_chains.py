@@ -10,7 +10,7 @@ from compiled_chains import small_tokenizer
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.data.batches import make_batches, open_source
-from swa_jax.data.chains import FILLERS, NAMES, NUMBERS, STATES, Chains, Passages
+from swa_jax.data.chains import Chains, Passages
 from swa_jax.data.haystack import Haystack
 from swa_jax.data.lessons import Needles
 from swa_jax.data.sources import SourceConfig
@@ -164,8 +164,3 @@ def test_what_cannot_be_drawn_is_said(tokenizer, options, sentence):
 def test_another_tokenizer_is_refused():
     with pytest.raises(ConfigError, match=r"the word 'amber' with 6 tokens.*swa_jax\.data\.chains"):
         Chains(train_byte_bpe(["a text"], 257), length=LENGTH, seed=0)
-
-
-def test_the_words_of_chains_are_all_different():
-    words = (*NAMES, *NUMBERS, *FILLERS, STATES)
-    assert len(set(words)) == len(words)

@@ -152,7 +152,7 @@ class Interruption(Exception):
     pass
 
 
-@pytest.mark.parametrize("after", [1, 40, 150, 290])
+@pytest.mark.parametrize("after", [1, 150])
 def test_an_interrupted_run_goes_on_to_the_same_bytes(corpus, made, byte_tokenizer, tmp_path, monkeypatch, after):
     out = tmp_path / "again"
     real, seen = swa_jax.data.tokenize.document_hash, []
@@ -165,19 +165,15 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(corpus, made, byte_tokeniz
 
     monkeypatch.setattr(swa_jax.data.tokenize, "document_hash", interrupted)
     monkeypatch.setattr(swa_jax.data.documents, "BATCH_TEXTS", 7)
-    if after < len(StoredDocuments([made])):
-        with pytest.raises(Interruption):
-            tokenize(corpus, byte_tokenizer, out, shard_tokens=2000)
-        assert not list(out.glob("*.partial"))
-        with pytest.raises(ConfigError, match="is not finished: run `swa-jax data tokenize` on it again"):
-            StoredDocuments([out])
-        first = len(seen)
-    else:
-        first = 0
+    with pytest.raises(Interruption):
+        tokenize(corpus, byte_tokenizer, out, shard_tokens=2000)
+    assert not list(out.glob("*.partial"))
+    with pytest.raises(ConfigError, match="is not finished: run `swa-jax data tokenize` on it again"):
+        StoredDocuments([out])
     tokenize(corpus, byte_tokenizer, out, shard_tokens=2000)
     assert contents(out) == contents(made)
     if after == 150:
-        assert len(seen) - first < len(StoredDocuments([made])) - 100  # finished shards are not done again
+        assert len(seen) - after < len(StoredDocuments([made])) - 100  # finished shards are not done again
 
 
 def test_sigkill_leaves_what_the_next_run_completes(corpus, made, byte_tokenizer, tmp_path):

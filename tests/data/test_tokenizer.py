@@ -49,13 +49,6 @@ def test_load_reads_a_file_or_its_folder(tokenizer: Tokenizer, tmp_path) -> None
         assert (loaded.vocab_size, loaded.eos_id) == (280, 0)
 
 
-@pytest.mark.parametrize("entry", ["b", {"content": "b", "special": True}])
-def test_tokenizer_config_names_the_end_of_text(tokenizer: Tokenizer, tmp_path, entry) -> None:
-    tokenizer.backend.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": entry}))
-    assert load_tokenizer(tmp_path).eos_id == tokenizer.backend.token_to_id("b")
-
-
 def test_errors_name_what_is_missing(tokenizer: Tokenizer, tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"expected a tokenizer\.json"):
         load_tokenizer(tmp_path)

@@ -1,7 +1,9 @@
 """Full-attention ratio by layer, position and needle depth, with routers whose decision is known."""
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -25,6 +27,16 @@ def routed(biases: list[float], pattern: str = "SSSS", weight: float = 0.0) -> D
     return model
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def jitted_gates(graph, weights, tokens):
+    return nnx.merge(graph, weights).features(tokens)[1].gate
+
+
+def gates(model: Decoder, tokens) -> np.ndarray:
+    """The routers' decisions on whole rows: [L, B, T]."""
+    return np.asarray(jitted_gates(*nnx.split(model), np.asarray(tokens)))
+
+
 def test_layers_count_as_their_routers_say_and_keys_follow() -> None:
     tokens = np.random.default_rng(0).integers(0, 64, 43).tolist()
     result, by_position = text_routing(routed([1, -1, -1, 1]), tokens, length=10, batch_size=3)
@@ -42,11 +54,12 @@ def test_a_start_token_begins_every_sequence_and_does_not_count() -> None:
     model = routed([0, 0, 0, 0], weight=5.0)
     tokens = np.random.default_rng(1).integers(0, 64, (5, 11))
     result, by_position = text_routing(model, tokens.ravel().tolist(), length=12, start=[7], batch_size=2)
-    _, routing = model.features(jnp.asarray(np.insert(tokens, 0, 7, axis=1)))
-    want = np.asarray(routing.gate)[:, :, 1:].mean((1, 2))
+    want = gates(model, np.insert(tokens, 0, 7, axis=1))[:, :, 1:].mean((1, 2))
+    assert 0 < want.min() < want.max() < 1
+    assert result.full_ratio.low < result.full_ratio.mean < result.full_ratio.high
     np.testing.assert_allclose([layer.mean for layer in result.by_layer], want, rtol=1e-6)
     assert (len(by_position), result.num_units) == (12, 5)
-    report = measure_routing("name", model, tokens.ravel().tolist(), {}, length=12, start=[7])
+    report = measure_routing("name", model, tokens.ravel().tolist(), {}, length=12, start=[7], batch_size=2)
     assert report.rows[0]["full_ratio"] == pytest.approx(want.mean(), rel=1e-6)
 
 
@@ -54,17 +67,6 @@ def test_layers_without_a_router_count_by_their_kind() -> None:
     tokens = np.random.default_rng(0).integers(0, 64, 30).tolist()
     result, _ = text_routing(routed([-1, -1, -1, -1], "SFwS"), tokens, length=10)
     assert [layer.mean for layer in result.by_layer] == [0, 1, 0, 0]
-
-
-def test_ratios_of_a_mixed_router_are_those_of_the_models_gates_and_vary_by_sequence() -> None:
-    model = routed([0, 0, 0, 0], weight=5.0)
-    tokens = np.random.default_rng(1).integers(0, 64, (5, 12))
-    result, _ = text_routing(model, tokens.ravel().tolist(), length=12, batch_size=2)
-    _, routing = model.features(jnp.asarray(tokens))
-    want = np.asarray(routing.gate).mean((1, 2))
-    assert 0 < want.min() < want.max() < 1
-    np.testing.assert_allclose([layer.mean for layer in result.by_layer], want, rtol=1e-6)
-    assert result.full_ratio.low < result.full_ratio.mean < result.full_ratio.high
 
 
 def test_answers_are_counted_at_the_queries_that_predict_them() -> None:
@@ -76,10 +78,10 @@ def test_answers_are_counted_at_the_queries_that_predict_them() -> None:
     ]
     result = answer_routing(model, examples, batch_size=2)
     ratios, keys = [], []
-    for example in examples:
-        _, routing = model.features(jnp.asarray([example.prompt + example.answer]))
+    rows = [np.resize(example.prompt + example.answer, 25) for example in examples]  # what comes later is not seen
+    for example, gate_of_row in zip(examples, gates(model, rows).swapaxes(0, 1), strict=True):
         some = slice(len(example.prompt) - 1, len(example.prompt) + len(example.answer) - 1)
-        gate = np.asarray(routing.gate)[:, 0, some]  # [L, A]
+        gate = gate_of_row[:, some]  # [L, A]
         ratios.append(gate.mean(1))
         visible = np.arange(some.start, some.stop) + 1
         keys.append(np.where(gate > 0, visible, np.minimum(visible, 5)).mean())

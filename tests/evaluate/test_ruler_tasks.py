@@ -300,7 +300,7 @@ def test_lengths_are_within_one_percent_below_the_target(bpe, squad, hotpot, tas
             assert len(bpe.encode(bpe.decode(example.answer))) <= new or task == "cwe"
 
 
-@pytest.mark.parametrize("task", ["vt", "cwe", "fwe", "qa_1"])
+@pytest.mark.parametrize("task", ["vt", "cwe", "fwe", "qa_1", "niah_multikey_1"])
 def test_an_example_depends_on_its_seed_and_its_number_alone(bpe, squad, task: str) -> None:
     def build(**options):
         given = {"length": 2048, "num_examples": 2, "seed": 5, "questions": read_squad(squad)} | options
