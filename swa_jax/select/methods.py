@@ -96,10 +96,10 @@ def _nll_greedy(
     score_fa_decode: Decode = None,
     toggles_at_once: AtOnce = 1,
 ) -> Ranking:
-    from swa_jax.select.nll import provenance_of, tried_by_depth
+    from swa_jax.select.nll import TRIED, provenance_of, tried_by_depth
 
     scorer = _scorer(task, score_fa_decode, toggles_at_once)
-    named = tried_by_depth(scorer.layers) if tried is None else tried or None
+    named = tried_by_depth(scorer.layers, TRIED) if tried is None else tried or None
     most = max(1, *(num_full(ratio, scorer.layers) for ratio in ratios))
     found = provenance_of(scorer.greedy(most, tried=named, rounds=rounds, progress=task.progress))
     found["scored_with_full_attention_decode"] = scorer.window.full_decode

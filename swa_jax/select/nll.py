@@ -343,7 +343,7 @@ def _known(values: np.ndarray) -> list[float | None]:
     return [None if math.isnan(value) else value for value in values.tolist()]
 
 
-def tried_by_depth(layers: int, tried: int | None = TRIED) -> int | None:
+def tried_by_depth(layers: int, tried: int | None) -> int | None:
     """How many layers a round of a greedy search scores: all of a shallow model's (None), which costs little more."""
     return None if layers < EXACT_BELOW else tried
 

@@ -133,7 +133,7 @@ def test_the_verb_says_how_to_start_the_server(tmp_path):
     sizes = "--max-model-len 640 --max-num-batched-tokens 40"
     assert f"Start it with: vllm serve {tmp_path / 'a'} {sizes}\n" in said
     assert "At 40 batched tokens (--batched-tokens) a prompt of 640 takes 16 steps" in said
-    assert "are of a server" in fails("export", checkpoint, tmp_path / "b", "--batched-tokens", 64)
+    assert "are for a server" in fails("export", checkpoint, tmp_path / "b", "--batched-tokens", 64)
     assert "known: transformers, vllm, tpu-inference, sglang" in fails(
         "export", checkpoint, tmp_path / "b", "--no-canary", "--for", "ollama"
     )
