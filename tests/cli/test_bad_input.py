@@ -93,6 +93,7 @@ def _write(file: Path, config: dict) -> Path:
         ("evaluate needles m --depths 5", "--depths is '5': give fractions from 0 to 1 with commas between, such as"),
         ("evaluate needles m --examples 99999999999", "--examples must be at most 100000, got 99999999999"),
         ("compare m --out a --seeds 99999999999", "--seeds must be at most 1000, got 99999999999"),
+        ("train empty.yaml", "empty.yaml is empty: it must have keys with values, as the files of configs/ have"),
         ("evaluate needles m --out bad.json", "--out bad.json/results.json cannot be written: bad.json is a file"),
         ("compile run.yaml", "`swa-jax compile` needs --topology: A TPU slice, such as "),
         ("train a.yaml --devices 3", "--devices is for --dry-run: give both, or neither"),
@@ -103,6 +104,7 @@ def _write(file: Path, config: dict) -> Path:
 def test_a_wrong_call(call, sentence, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.json").write_text('{"a": 1}')
+    (tmp_path / "empty.yaml").touch()
     assert fails(*call.split()).startswith(sentence.format(here=tmp_path))
 
 
