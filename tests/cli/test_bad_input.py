@@ -108,6 +108,17 @@ def test_a_wrong_call(call, sentence, tmp_path, monkeypatch):
     assert fails(*call.split()).startswith(sentence.format(here=tmp_path))
 
 
+def test_an_interruption_before_a_verb_has_begun_is_no_traceback(monkeypatch):
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    module = sys.modules["swa_jax.cli.main"]
+    monkeypatch.setattr(module, "app", interrupted)
+    with pytest.raises(SystemExit) as end:
+        module.main()
+    assert end.value.code == 130
+
+
 def test_prompts_of_another_order_of_length_are_refused_at_once(checkpoint):
     for kind in (("needles",), ("chains",), ("efficiency",)):
         option = "--length" if kind == ("needles",) else "--lengths"
