@@ -87,10 +87,10 @@ def attention(
       ValueError: an argument is wrong or contradicts another; the sentence names it.
       NotImplementedError: the named implementation cannot do the call.
     """
-    if return_lse and spec.activation == "sigmoid":
-        raise ValueError("return_lse is True with activation 'sigmoid', which has no log-sum-exp; leave it False.")
     per_head, packing = with_keywords(options, per_head, packing)
     per_head, packing, kv_length = _checked(q, k, v, spec, per_head, packing, ring)
+    if return_lse and spec.activation == "sigmoid":
+        raise ValueError("return_lse is True with activation 'sigmoid', which has no log-sum-exp; leave it False.")
     backend = _backend("attention", q, k, spec, given_options(per_head, packing, return_lse=return_lse), implementation)
     where = coordinates(q.shape[1], kv_length, **packing._asdict())
     k, v, where, sharing = _of_all_devices(ring, k, v, where, backend)
@@ -136,10 +136,10 @@ def routed_attention(
       ValueError: as in `attention`; also if `spec.window` is None.
       NotImplementedError: as in `attention`.
     """
-    if spec.window is None:
-        raise ValueError("spec.window is None, but routed_attention needs a window for its window branch.")
     per_head, packing = with_keywords(options, per_head, packing)
     per_head, packing, kv_length = _checked(q, k, v, spec, per_head, packing, ring)
+    if spec.window is None:
+        raise ValueError("spec.window is None, but routed_attention needs a window for its window branch.")
     check_array("gate", gate, {"B": q.shape[0], "T": q.shape[1]}, jnp.floating, required=True)
     given = given_options(per_head, packing)
     backend = _backend("routed_attention", q, k, spec, given, implementation, inference)

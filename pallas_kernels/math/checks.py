@@ -9,6 +9,8 @@ from pallas_kernels.math.spec import AttentionSpec, Packing, PerHead
 
 def check_qkv(q, k, v, names: tuple[str, str, str]) -> None:
     for name, array, axes in zip(names, (q, k, v), ("B, T, H, D", "B, S, K, D", "B, S, K, D"), strict=True):
+        if not hasattr(array, "ndim"):
+            raise ValueError(f"{name} is a {type(array).__name__}; it must be an array [{axes}].")
         if array.ndim != 4:
             raise ValueError(f"{name} has shape {array.shape}; it must have four axes [{axes}].")
         if not jnp.issubdtype(array.dtype, jnp.floating):
@@ -34,6 +36,8 @@ def check_qkv(q, k, v, names: tuple[str, str, str]) -> None:
 
 def checked_per_head(q, k, spec: AttentionSpec, per_head: PerHead) -> PerHead:
     """The options as arrays, the bias spread over the heads."""
+    if not isinstance(spec, AttentionSpec):
+        raise ValueError(f"spec is {spec!r:.40}; it must be an AttentionSpec, such as AttentionSpec(window=1024).")
     bias, sinks = per_head.sigmoid_bias, per_head.sink_logits
     heads, kv_heads = q.shape[2], k.shape[2]
     check_array("alibi_slopes", per_head.alibi_slopes, {"H": heads}, jnp.floating)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -95,6 +96,8 @@ def _program(command: str) -> Filter:
     words = shlex.split(command)
     if not words:
         raise ConfigError("the filter's command is empty")
+    if shutil.which(words[0]) is None:
+        raise ConfigError(f"the filter '{command}' cannot be started: there is no program '{words[0]}'")
 
     def kept(record: dict[str, Any], reply: dict[str, Any], where: str) -> bool:
         try:

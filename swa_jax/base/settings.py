@@ -89,8 +89,10 @@ def load_config[T](cls: type[T], file: str | Path, overrides: Sequence[str] = ()
 
 def _read_with_base(file: Path, above: tuple[Path, ...] = ()) -> Any:
     data = _read_yaml(file)
+    if data is None:
+        raise ConfigError(f"{file} is empty: it must have keys with values, as the files of configs/ have")
     if not isinstance(data, Mapping) or "base" not in data:
-        return {} if data is None else data
+        return data
     base = file.parent / str(data["base"])
     if base.resolve() in [path.resolve() for path in (file, *above)]:
         raise ConfigError(f"{file}: 'base' leads back to {base}")

@@ -142,7 +142,7 @@ def load_model(
 
     Raises:
       CheckpointError: not a checkpoint folder, or a damaged one; the sentence names the file.
-      ConfigError: a pattern that does not fit the model.
+      ConfigError: a pattern that does not fit the model, or a dtype that parameters cannot have.
     """
     source = open_checkpoint(path)
     config = config or source.config
@@ -150,7 +150,7 @@ def load_model(
     if chosen not in (source.pattern, pattern) and (note := no_window(chosen, config)):
         warnings.warn(f"{note}: give a smaller window=", skip_file_prefixes=(str(Path(__file__).parents[1]),))
     routed = SWITCH in chosen.layer_types
-    kind = source.dtype if dtype is None else jnp.dtype(dtype)
+    kind = source.dtype if dtype is None else _floating(dtype)
     skeleton = nnx.eval_shape(lambda: Decoder(config, chosen, dtype=kind, rngs=nnx.Rngs(0)))
     graph, wanted = nnx.split(skeleton)
     table = tensor_names(config, routers=routed and source.has_routers)
@@ -165,6 +165,16 @@ def load_model(
         arrays |= {path: jax.device_put(router, places.get(path)) for path, router in routers.items()}
     state = {path: variable.replace(arrays[_names(path)]) for path, variable in nnx.to_flat_state(wanted)}
     return nnx.merge(graph, nnx.from_flat_state(state))
+
+
+def _floating(dtype: jax.typing.DTypeLike) -> np.dtype:
+    try:
+        kind = jnp.dtype(dtype)
+    except TypeError:
+        kind = None
+    if kind is None or not jnp.issubdtype(kind, jnp.floating):
+        raise ConfigError(f"dtype must be a floating-point type such as float32 or bfloat16, got {dtype!r:.40}")
+    return kind
 
 
 def _fresh_routers(config: ModelConfig, seed: int) -> dict[tuple[str, ...], jax.Array]:

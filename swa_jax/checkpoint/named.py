@@ -24,6 +24,7 @@ import jax
 
 from swa_jax.base.errors import CheckpointError
 from swa_jax.base.files import cache_folder, check_local, read_json, sum_of, sum_of_file, sum_of_json
+from swa_jax.base.settings import nearest
 from swa_jax.checkpoint import folder
 from swa_jax.checkpoint.adapter import ADAPTER_CONFIG, merge_adapter
 from swa_jax.checkpoint.checked_source import VERSION
@@ -152,7 +153,10 @@ def _find(name: str | Path) -> Path:
         return bundled(str(name))
     hub = HUB_ID.fullmatch(str(name))
     if hub is None or path.exists() or str(name).startswith((".", "/", "~")):
-        raise CheckpointError(f"{name} is no model: give {NAMES}")
+        if path.suffix == ".safetensors" and (path.parent / CONFIG_FILE).is_file():
+            raise CheckpointError(f"{name} is one file of a model: give its folder, {path.parent}")
+        meant = nearest(str(name), BUNDLED, listed=False)
+        raise CheckpointError(f"{name} is no model{meant or f': give {NAMES}'}")
     snapshot = cached_snapshot(hub[1], hub[2])
     if snapshot is None:
         raise CheckpointError(

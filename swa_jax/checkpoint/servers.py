@@ -182,7 +182,8 @@ TARGETS = ("transformers", *SERVERS)
 def check_target(server: str | None) -> None:
     """Raise `ConfigError` for a name that is none of TARGETS."""
     if server is not None and server not in TARGETS:
-        raise ConfigError(f"--for is '{server}'{nearest(server, TARGETS, listed=False)}; known: {', '.join(TARGETS)}")
+        known = f"; known: {', '.join(TARGETS)}"
+        raise ConfigError(f"--for is '{server}'{nearest(server, TARGETS, listed=False) or known}")
 
 
 def served_config(server: str, hf: HfConfig, pattern: AttentionPattern, *, as_full: bool = False) -> Served:

@@ -11,7 +11,18 @@ from typer import Argument, Option
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.cli.groups import Options
-from swa_jax.cli.options import Chat, Model, Seed, in_prompts, in_running, in_serving, numbers, panel, print_report
+from swa_jax.cli.options import (
+    Chat,
+    Model,
+    Seed,
+    few_prompts,
+    in_prompts,
+    in_running,
+    in_serving,
+    numbers,
+    panel,
+    print_report,
+)
 from swa_jax.cli.select_options import Counted, Running
 
 if TYPE_CHECKING:
@@ -44,10 +55,21 @@ class Measured(Options):
     ] = None
     examples: Annotated[
         int | None,
-        in_prompts(metavar="N", help="Prompts of each task to measure on. Default: by --effort 12, 48 or 96.", min=2),
+        in_prompts(
+            metavar="N",
+            help="Prompts of each task to measure on. Default: by --effort 12, 48 or 96.",
+            min=2,
+            callback=few_prompts,
+        ),
     ] = None
     choose_by: Annotated[
-        int | None, in_prompts(metavar="N", help="Other prompts to choose by. Default: by --effort 4, 8 or 16.", min=2)
+        int | None,
+        in_prompts(
+            metavar="N",
+            help="Other prompts to choose by. Default: by --effort 4, 8 or 16.",
+            min=2,
+            callback=few_prompts,
+        ),
     ] = None
     seed: Seed = 0
 

@@ -19,7 +19,9 @@ from swa_jax.cli.options import (
     PromptKind,
     Seed,
     WindowGiven,
+    at_most,
     check_window,
+    few_prompts,
     find_model,
     in_output,
     in_pattern,
@@ -87,7 +89,9 @@ class Choice(Options):
             metavar="SHARE", help="Share of the KV heads that a method windows, repeatable. Default: 0.5 and 0.75."
         ),
     ] = None
-    seeds: Annotated[int, in_choice(metavar="N", help="Choices, each from other prompts.", min=1)] = 3
+    seeds: Annotated[
+        int, in_choice(metavar="N", help="Choices, each from other prompts.", min=1, callback=at_most(1000))
+    ] = 3
     iterations: Annotated[int, in_choice(metavar="N", help="BOSCH: masks to try a layer of a subproblem.", min=1)] = 100
     by: Annotated[By, in_choice(metavar="SCORE", help="BOSCH: score masks by answers or loss.")] = "answers"
     against: Annotated[str | None, in_output(help="Show differences to this method.")] = None
@@ -119,8 +123,8 @@ class Choice(Options):
 class Counts(Options):
     """How many prompts to choose by, and how many to score on."""
 
-    examples: Annotated[int, in_prompts(metavar="N", help="Prompts to choose by.", min=1)] = 64
-    held_out: Annotated[int, in_prompts(metavar="N", help="Prompts to score on.", min=1)] = 200
+    examples: Annotated[int, in_prompts(metavar="N", help="Prompts to choose by.", min=1, callback=few_prompts)] = 64
+    held_out: Annotated[int, in_prompts(metavar="N", help="Prompts to score on.", min=1, callback=few_prompts)] = 200
     seed: Seed = 0
 
     def settings(self, model: Path, kind: PromptKind) -> dict[str, Any]:

@@ -82,7 +82,10 @@ app.add_typer(evaluate_app, name="evaluate")
 
 
 def main() -> None:
-    app()
+    try:
+        app()
+    except KeyboardInterrupt:  # before a verb has begun: `Verbs` answers for those
+        sys.exit(130)
 
 
 def _version(asked: bool) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from typer import Argument, Option, echo
+from typer import Argument, CallbackParam, Option, echo
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.files import write_json
@@ -33,11 +33,29 @@ if TYPE_CHECKING:
     from swa_jax.model.sharding import Partition
 
 
+# More is a slip of the hand, and would take days.
+MOST_CONTEXTS = 128  # of sequences, times the model's context
+MOST_PROMPTS = 100_000  # of one kind
+MOST_LAYERS = 10_000
+
+
 def panel(title: str) -> functools.partial[Any]:
     """What declares the options that stand together in `--help`, under this title."""
     return functools.partial(Option, rich_help_panel=title)
 
 
+def at_most(most: int) -> Any:
+    """What refuses greater values of an option; `max` would do so, too, and take room in `--help`."""
+
+    def check(option: CallbackParam, value: Any) -> Any:
+        if value is not None and value > most:
+            raise ConfigError(f"{option.opts[0]} must be at most {most}, got {value}")
+        return value
+
+    return check
+
+
+few_prompts = at_most(MOST_PROMPTS)
 in_pattern, in_prompts, in_running, in_output, in_serving, in_chat = map(
     panel, ("Pattern", "Prompts", "Running", "Output", "Serving", "Chat")
 )
@@ -108,7 +126,10 @@ def resolve_patterns(
     patterns = [read_pattern(source, layers, window, default_window=own_window) for source in sources]
     for source, pattern in zip(sources, patterns, strict=True):
         if isinstance(layers, ModelConfig):
-            pattern.validate(layers)
+            try:
+                pattern.validate(layers)
+            except ConfigError as error:
+                raise ConfigError(f"{source}: {error}") from None
         elif pattern.num_layers != layers:
             raise ConfigError(f"{source} has {pattern.num_layers} layers, not {layers}: they must agree")
     taken = [
@@ -330,9 +351,6 @@ def note_whole_prompts(patterns: Iterable[tuple[str, AttentionPattern]], longest
                 "attention: take longer prompts (--length) or a shorter --window",
                 err=True,
             )
-
-
-MOST_CONTEXTS = 128  # times the model's context: longer prompts are a slip of the hand, and would take days
 
 
 def check_window(window: int | None, length: int) -> None:

@@ -15,6 +15,7 @@ from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.families.pattern_files import is_pattern_file, layers_of_file
 from swa_jax.cli.groups import expand
 from swa_jax.cli.options import (
+    MOST_LAYERS,
     BatchedTokens,
     Json,
     WindowGiven,
@@ -32,7 +33,7 @@ from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import OWN
 
 Source = "a recipe such as interleave-1-in-4+fa-decode, or a pattern JSON"
-Layers = Annotated[int | None, in_pattern(help="Layers of the model.", min=1)]
+Layers = Annotated[int | None, in_pattern(help="Layers of the model.", min=1, max=MOST_LAYERS)]
 OfModel = Annotated[Path | None, in_pattern(help="A model by any of its names, in place of --layers.")]
 
 
@@ -70,7 +71,7 @@ def print_(
     *,
     window: WindowGiven,
     length: Annotated[
-        int, in_serving(help="With --model: tokens of the sequence whose key/value cache is counted.", min=1)
+        int, in_serving(help="With --model: tokens of the sequence whose key/value cache is counted.", min=1, max=10**9)
     ] = 32768,
     batched_tokens: BatchedTokens = None,
     out: Annotated[Path | None, in_output(help="Write the pattern to this JSON file.")] = None,

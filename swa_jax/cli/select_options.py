@@ -21,6 +21,7 @@ from swa_jax.cli.options import (
     ServeLength,
     Server,
     check_output,
+    few_prompts,
     in_output,
     in_pattern,
     in_prompts,
@@ -80,7 +81,7 @@ class Written(Options):
 class Examples(Options):
     """How many prompts to choose by, and prompts of one's own."""
 
-    examples: Annotated[int, in_prompts(metavar="N", help="Prompts to choose by.", min=1)] = 64
+    examples: Annotated[int, in_prompts(metavar="N", help="Prompts to choose by.", min=1, callback=few_prompts)] = 64
     prompts: Annotated[
         Path | None,
         in_prompts(help="In place of needles: JSONL, Parquet or ArrayRecord with the fields prompt and answer."),

@@ -18,7 +18,7 @@ _WANTED = {
     "int_parsing_size": "a whole number",
     "float_parsing": "a number",
     "greater_than_equal": "at least {ge:g}",
-    "less_than_equal": "at most {le:g}",
+    "less_than_equal": "at most {le:.15g}",
 }
 
 

@@ -51,8 +51,18 @@ def library_files(held_out: bool | None = None) -> list[Path]:
 
 
 def read_text(files: Iterable[str | Path]) -> str:
-    """The files' texts one after the other; bytes that are not UTF-8 become U+FFFD."""
-    return "\n".join(Path(file).read_text(encoding="utf-8", errors="replace") for file in files)
+    """The files' texts one after the other; bytes that are not UTF-8 become U+FFFD.
+
+    Raises `ConfigError` where they are more than one in ten: a picture, an archive, or a text in another encoding.
+    """
+    return "\n".join(map(_read_text, files))
+
+
+def _read_text(file: str | Path) -> str:
+    text = Path(file).read_text(encoding="utf-8", errors="replace")
+    if 10 * (text.count("\ufffd") + text.count("\0")) > len(text):
+        raise ConfigError(f"{file} is no text in UTF-8: save it as one, or name another file")
+    return text
 
 
 def draw_keys(rng: np.random.Generator, num_keys: int) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import time
 import urllib.error
@@ -143,11 +144,13 @@ def command_judge(command: str) -> Judge:
     number from 0 to 1. The program runs once for all answers, without a shell.
 
     Raises:
-      ConfigError: when it judges: the program fails, or does not give one verdict for each answer.
+      ConfigError: there is no such program; or, when it judges, it fails or does not give one verdict for each answer.
     """
     words = shlex.split(command)
     if not words:
         raise ConfigError("the judge's command is empty")
+    if shutil.which(words[0]) is None:
+        raise ConfigError(f"the judge '{command}' cannot be started: there is no program '{words[0]}'")
 
     def judge(answers: Sequence[dict[str, Any]]) -> list[float]:
         rules = [{"reference_is": rule.reference_is, "rule": rule.text} for rule in map(rule_of, answers)]

@@ -64,6 +64,8 @@ def generate(
 
     Raises `ConfigError`: an argument is out of its range; the sentence names it.
     """
+    if not isinstance(model, Decoder):
+        raise ConfigError(f"model must be a loaded model, such as load_model returns, got {model!r:.40}")
     check_prompts(prompts, max_new_tokens, model.config)
     model.config.check_tokens(stop_tokens, "stop_tokens")
     rules = drawing(sampling(temperature, top_k, top_p), stop_tokens, seed)
@@ -364,6 +366,8 @@ def sequence_key(prompt: Sequence[int], number: int) -> int:
 
 def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, config: ModelConfig) -> None:
     """Raises `ConfigError` where `generate` does because of them."""
+    if not isinstance(max_new_tokens, int | np.integer):
+        raise ConfigError(f"max_new_tokens must be a whole number, got {max_new_tokens!r}")
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     if len(prompts) == 0:

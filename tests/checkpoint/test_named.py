@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 import swa_jax
 from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.hf_import import import_model
-from swa_jax.checkpoint.named import model_folder
+from swa_jax.checkpoint.named import bundled, model_folder
 
 ROOT = Path(__file__).parents[2]
 ADAPTERS = Path(__file__).with_name("peft_adapters")
@@ -74,10 +74,17 @@ def test_what_is_imported_is_kept_until_its_content_changes(tmp_path):
     np.testing.assert_array_equal(contents(changed)["model.norm.weight"], 2 * weights["model.norm.weight"])
 
 
-@pytest.mark.parametrize("name", ["nowhere", "./no/where", "nothing.gguf", "/absent/model", "chain"])
+@pytest.mark.parametrize("name", ["nowhere", "./no/where", "nothing.gguf", "/absent/model"])
 def test_what_is_no_model_is_told_what_is_one(name):
     with pytest.raises(ConfigError, match=rf"^{name} is no model: give a checkpoint folder, .* chains or recall$"):
         model_folder(name)
+    with pytest.raises(ConfigError, match=r"^chain is no model; did you mean 'chains'\?$"):
+        model_folder("chain")
+    weights = bundled("recall") / "model.safetensors"
+    with pytest.raises(ConfigError, match=f"{weights} is one file of a model: give its folder, {weights.parent}$"):
+        model_folder(weights)
+    with pytest.raises(ConfigError, match=r"^dtype must be a floating-point type such as .*, got 'int32'$"):
+        swa_jax.load_model("recall", dtype="int32")
     assert "bring it there with 'hf download Qwen/Qwen3-0.6B'" in fails("generate", "Qwen/Qwen3-0.6B", "a")
 
 

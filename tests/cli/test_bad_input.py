@@ -72,6 +72,8 @@ def _write(file: Path, config: dict) -> Path:
         ("pattern full --layers", "--layers needs a value"),
         ("pattern full --layers four", "--layers must be a whole number, got 'four'"),
         ("pattern full --layers 0", "--layers must be at least 1, got 0"),
+        ("pattern full --layers 999999999", "--layers must be at most 10000, got 999999999"),
+        ("pattern full --model recal", "recal is no model; did you mean 'recall'?"),
         (
             "pattern interleav-1-in-4 --layers 8",
             "'interleav-1-in-4' is neither a recipe nor a .json file; did you mean",
@@ -89,6 +91,9 @@ def _write(file: Path, config: dict) -> Path:
         ("adapt m bad.json/out", "OUT bad.json/out cannot be written: "),
         ("evaluate efficiency m --full-ratio 2", "--full-ratio must be at most 1, got 2"),
         ("evaluate needles m --depths 5", "--depths is '5': give fractions from 0 to 1 with commas between, such as"),
+        ("evaluate needles m --examples 99999999999", "--examples must be at most 100000, got 99999999999"),
+        ("compare m --out a --seeds 99999999999", "--seeds must be at most 1000, got 99999999999"),
+        ("train empty.yaml", "empty.yaml is empty: it must have keys with values, as the files of configs/ have"),
         ("evaluate needles m --out bad.json", "--out bad.json/results.json cannot be written: bad.json is a file"),
         ("compile run.yaml", "`swa-jax compile` needs --topology: A TPU slice, such as "),
         ("train a.yaml --devices 3", "--devices is for --dry-run: give both, or neither"),
@@ -99,7 +104,19 @@ def _write(file: Path, config: dict) -> Path:
 def test_a_wrong_call(call, sentence, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.json").write_text('{"a": 1}')
+    (tmp_path / "empty.yaml").touch()
     assert fails(*call.split()).startswith(sentence.format(here=tmp_path))
+
+
+def test_an_interruption_before_a_verb_has_begun_is_no_traceback(monkeypatch):
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    module = sys.modules["swa_jax.cli.main"]
+    monkeypatch.setattr(module, "app", interrupted)
+    with pytest.raises(SystemExit) as end:
+        module.main()
+    assert end.value.code == 130
 
 
 def test_prompts_of_another_order_of_length_are_refused_at_once(checkpoint):

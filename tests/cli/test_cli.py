@@ -102,7 +102,7 @@ def test_generate(checkpoint):
     assert fails("generate", checkpoint, "") == "prompts[0] is empty: a prompt needs at least one token"
     assert "absent" in fails("generate", "absent", "Hi")
     three = make("www").to_json(checkpoint.parent / "three.json") and checkpoint.parent / "three.json"
-    sentence = "the pattern has 3 layers, the model 2: they must agree"
+    sentence = f"{three}: the pattern has 3 layers, the model 2: they must agree"
     assert fails("generate", checkpoint, "Hi", "--pattern", three) == sentence
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -271,6 +272,8 @@ def test_a_sweep_on_the_command_line(checkpoint, text, tmp_path):
     assert "give whole numbers from 1 on or 'full' with commas between" in fails(
         "text", checkpoint, text, "--eval-windows", "wide"
     )
+    picture = Path(__file__).parents[2] / "docs" / "images" / "adapt-report.png"
+    assert fails("text", checkpoint, picture) == f"{picture} is no text in UTF-8: save it as one, or name another file"
     assert "too few for sequences of 4096" in fails("text", checkpoint, text, "--lengths", "4096")
     assert "changes nothing" in fails(
         "text", checkpoint, text, "--pattern", "full", "--eval-windows", "8", "--lengths", "32"

@@ -86,6 +86,9 @@ def test_what_does_not_go_together_is_one_sentence(checkpoint, talking, tmp_path
     refused(talking, "add --chat", chat=False, thinking=True)
     refused(checkpoint, "has no chat template", thinking=True)
     refused(talking, "give one of them", chat=True, template=tmp_path / "template.txt")
+    (tmp_path / "empty.txt").touch()
+    sentence = f"--template {tmp_path / 'empty.txt'}: the template around a prompt must hold {{prompt}} exactly once"
+    refused(talking, sentence, template=tmp_path / "empty.txt")
     refused(talking, "the answer follows RULER's prompts at once", "RULER's prompts", chat=True, thinking=True)
     Around(chat=True, thinking=False).wrap(talking, "RULER's prompts")
     assert Around().wrap(checkpoint) == Around(chat=False).wrap(talking) == Wrap()

@@ -274,8 +274,8 @@ def test_a_judge_is_a_program(tmp_path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             command_judge(script(tmp_path, program))(answers)
-    with pytest.raises(ConfigError, match="cannot be started: No such file"):
-        command_judge("no-such-program-here")(answers)
+    with pytest.raises(ConfigError, match="cannot be started: there is no program"):
+        command_judge("no-such-program-here")
     with pytest.raises(ConfigError, match="command is empty"):
         command_judge(" ")
 

@@ -44,6 +44,8 @@ def call(**changes):
         ({"full_heads": jnp.ones(3)}, "full_heads is float32; it must be bool"),
         ({"full_heads": jnp.ones(3, bool), "spec": SIGMOID}, "full_heads is given but spec.window is None"),
         ({"full_from": jnp.array([1, 2]), "spec": AttentionSpec()}, "full_from is given but spec.window is None"),
+        ({"q": [[1.0]]}, r"q is a list; it must be an array \[B, T, H, D\]"),
+        ({"spec": 4}, r"spec is 4; it must be an AttentionSpec, such as"),
         ({"full_from": jnp.array([1])}, r"full_from has shape \(1,\); it must be \[B\] or \[B, segments\] with B = 2"),
         ({"full_from": jnp.array([1.0, 2.0])}, "full_from is float32; it must be integers"),
         ({"full_from": jnp.ones((2, 3), int)}, "full_from has 3 columns but no q_segment_ids"),

@@ -235,6 +235,7 @@ def test_greedy_takes_the_first_of_the_likeliest():
         ({"prompts": [[1], [2, 61]]}, "prompts[1] holds token 61 at [1], the model's vocabulary has ids 0 to 60"),
         ({"prompts": [[-1]]}, "prompts[0] holds token -1 at [0], the model's vocabulary has ids 0 to 60"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"max_new_tokens": "8"}, "max_new_tokens must be a whole number, got '8'"),
         ({"temperature": -0.1}, "temperature must be 0 (greedy) or a positive number, got -0.1"),
         ({"temperature": float("nan")}, "temperature must be 0 (greedy) or a positive number, got nan"),
         ({"top_k": 0}, "top_k must be at least 1 (or None), got 0"),

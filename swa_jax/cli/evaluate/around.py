@@ -52,7 +52,10 @@ class Around(Options):
                 "it out"
             )
         if self.template is not None:
-            return Wrap.of(read_text([self.template]))
+            try:
+                return Wrap.of(read_text([self.template]))
+            except ConfigError as error:
+                raise ConfigError(f"--template {self.template}: {error}") from None
         if self.thinking is not None:
             return chat_wrap(checkpoint, self.thinking)
         return find_wrap(checkpoint, self.chat, answers_at_once is not None) or Wrap()

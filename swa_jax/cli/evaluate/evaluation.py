@@ -22,6 +22,7 @@ from swa_jax.cli.options import (
     WindowGiven,
     Yarn,
     check_output,
+    few_prompts,
     find_model,
     in_output,
     in_pattern,
@@ -40,7 +41,13 @@ if TYPE_CHECKING:
 
 Lengths = Annotated[str, in_prompts(metavar="N,N", help="Tokens of a prompt with its answer, such as 4096,8192.")]
 Examples = Annotated[
-    int, in_prompts(metavar="N", help="Prompts, of each task, length and depth where there are several.", min=1)
+    int,
+    in_prompts(
+        metavar="N",
+        help="Prompts, of each task, length and depth where there are several.",
+        min=1,
+        callback=few_prompts,
+    ),
 ]
 Depths = Annotated[
     str | None,

@@ -15,7 +15,7 @@ from swa_jax.cli.evaluate.needles import DEFAULT_EXAMPLES as NEEDLES
 from swa_jax.cli.evaluate.ruler import DEFAULT_EXAMPLES as RULER_PROMPTS
 from swa_jax.cli.evaluate.ruler import Grid, RulerPrompts
 from swa_jax.cli.groups import Options
-from swa_jax.cli.options import NumKeys, check_length, draw_needles, fractions, in_prompts, panel
+from swa_jax.cli.options import NumKeys, check_length, draw_needles, few_prompts, fractions, in_prompts, panel
 
 if TYPE_CHECKING:
     from swa_jax.data.chat import Wrap
@@ -53,6 +53,7 @@ def routing(
             help=f"Prompts of each length ({NEEDLES} needles), or of each task, length and depth of RULER "
             f"({RULER_PROMPTS}). 0: the text alone.",
             min=0,
+            callback=few_prompts,
         ),
     ] = None,
     keys: NumKeys = 1,
