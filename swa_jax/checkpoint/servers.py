@@ -182,8 +182,7 @@ TARGETS = ("transformers", *SERVERS)
 def check_target(server: str | None) -> None:
     """Raise `ConfigError` for a name that is none of TARGETS."""
     if server is not None and server not in TARGETS:
-        known = f"; known: {', '.join(TARGETS)}"
-        raise ConfigError(f"--for is '{server}'{nearest(server, TARGETS, listed=False) or known}")
+        raise ConfigError(f"--for is '{server}'{nearest(server, TARGETS, listed=False)}; known: {', '.join(TARGETS)}")
 
 
 def served_config(server: str, hf: HfConfig, pattern: AttentionPattern, *, as_full: bool = False) -> Served:
