@@ -144,14 +144,14 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _verdicts(tasks: Sequence[EvalTask], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A row for each task: right answers, or the loss where there are none, and the worst verdict of its figures."""
+    """A row for each task: the figure with the worst verdict; right answers before the loss where both say the same."""
     titles = {task.name: task.title for task in tasks}
     cells, kinds = [], []
     for name, figures in itertools.groupby(rows, lambda row: row["task"]):
-        main, *others = figures
-        words, kind = max(map(verdict, (main, *others)), key=lambda found: ("good", "", "bad").index(found[1]))
-        values = (_interval(main[who][:1], main["figure"] == "right") for who in ("original", "adapted"))
-        cells.append([f"{titles[name]}\n{FIGURES[main['figure']]}", words, *values])
+        row = max(figures, key=lambda row: ("good", "", "bad").index(verdict(row)[1]))
+        words, kind = verdict(row)
+        values = (_interval(row[who][:1], row["figure"] == "right") for who in ("original", "adapted"))
+        cells.append([f"{titles[name]}\n{FIGURES[row['figure']]}", words, *values])
         kinds.append(kind)
     return [
         html.heading("Verdict"),

@@ -114,9 +114,11 @@ def check(functions: Sequence[str], chips: Sequence[str], settings: dict[str, An
         if function in peer_calls.FUNCTIONS:
             peer_calls.check_installed(function)
         allowed = (peer_calls if function in peer_calls.FUNCTIONS else tpu_kernels).settings(function)
-        for name in settings:
+        for name, value in settings.items():
             if name not in allowed:
                 raise ConfigError(f"unknown setting of {function} '{name}'{nearest(name, allowed)}")
+            if isinstance(value, str) and name != "dtype":
+                raise ConfigError(f"--set {name} must be a number, true or false, got '{value}'")
     check_libtpu()
 
 

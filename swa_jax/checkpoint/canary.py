@@ -26,6 +26,7 @@ from swa_jax.data.haystack import NEEDLE, draw_keys, draw_value
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.flops import matrix_parameters
+from swa_jax.model.memory import free_memory
 from swa_jax.model.parameters import parameters
 from swa_jax.model.pattern import AttentionPattern
 
@@ -98,7 +99,7 @@ def write_canary(
     config = open_checkpoint(checkpoint).config
     readings = readings_of(config, pattern, hf)
     wanted = 1.6 * 4 * sum(parameter.size for parameter in parameters(config))
-    free = _free_memory() if memory is None else memory
+    free = free_memory() if memory is None else memory
     if wanted > free:
         return f"No canary: its computation takes {wanted / 1e9:.0f} GB of memory, and {free / 1e9:.0f} GB are free."
     allowed = budget or BUDGET.get(jax.default_backend(), ACCELERATOR_BUDGET)
@@ -379,14 +380,3 @@ def summary(canary: Mapping[str, Any]) -> str:
         if alike:
             lines.append(f"{words}: {'; '.join(alike)}.")
     return " ".join(lines)
-
-
-def _free_memory() -> float:
-    """Bytes that are free on the device, or in this machine."""
-    if (stats := jax.local_devices()[0].memory_stats()) and "bytes_limit" in stats:
-        return float(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return float("inf")

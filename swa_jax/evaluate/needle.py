@@ -99,7 +99,7 @@ def _one_example(
     if length < needed:
         raise ConfigError(
             f"length is {length} tokens, but {num_keys} needle(s), the question and the answer alone take "
-            f"{needed}; raise length or lower num_keys"
+            f"{needed}: ask for longer prompts or for fewer keys"
         )
     prompt_length = length - len(answer)
     room = prompt_length - len(question) - len(target)
@@ -142,7 +142,7 @@ def _share_out(
         if len(needle) > free[side]:
             raise ConfigError(
                 f"the {len(needles) + 1} needles do not fit around the target, which leaves {before} tokens before "
-                f"and {after} after it; raise length, lower num_keys or choose another depth"
+                f"and {after} after it; ask for longer prompts, fewer keys or another depth"
             )
         sides[side].append(needle)
         free[side] -= len(needle)

@@ -20,10 +20,11 @@ import numpy as np
 from flax import nnx
 
 from swa_jax.base.errors import ConfigError
-from swa_jax.model.cache import CacheLayout, KVCache, allocate, cache_layouts
+from swa_jax.model.cache import CacheLayout, KVCache, allocate, cache_bytes, cache_layouts
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.device_jit import device_jit
+from swa_jax.model.memory import check_fits
 from swa_jax.model.sharding import Partition, check_model, constrain
 
 NOTHING = -1  # in a row of new tokens: the sequence had ended
@@ -158,6 +159,12 @@ def prepare(
     if partition is not None:
         check_generation(partition, model.config)
         prompts = [*prompts, *[prompts[-1]] * (-len(prompts) % partition.size("batch"))]
+    size = cache_bytes(model.config, model.pattern, len(prompts), max_length, model.embedding[...].dtype.itemsize)
+    check_fits(
+        (size + 4 * len(prompts) * max_length) / (1 if partition is None else partition.mesh.size),
+        f"caches and answers of {len(prompts)} prompts with room for {max_length} tokens",
+        "lower max_new_tokens or max_length, or give fewer prompts at a time",
+    )
     padded = min(round_up(longest), max_length)
     tokens = np.zeros((len(prompts), padded), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):

@@ -151,9 +151,12 @@ class AttentionPattern:
         lines = [
             f"{self.num_layers} layers: {' '.join(row[i : i + 8] for i in range(0, len(row), 8))}",
             f"full attention in {len(self.full_layers)} layers: {list(self.full_layers)}",
-            f"window {self.sliding_window} (own key included), {self.num_sink_tokens} sink tokens, "
-            f"full-attention decode {'on' if self.full_attention_decode else 'off'}",
         ]
+        if self.sliding_window is not None:
+            lines.append(
+                f"window {self.sliding_window} (own key included), {self.num_sink_tokens} sink tokens, "
+                f"full-attention decode {'on' if self.full_attention_decode else 'off'}"
+            )
         hybrids = [f"{i}:{list(h)}" for i, h in enumerate(self.full_kv_heads) if self.layer_types[i] == HYBRID]
         if hybrids:
             lines.append(f"full KV heads by layer: {', '.join(hybrids)}")

@@ -7,6 +7,7 @@ from pathlib import Path
 from swa_jax.base.errors import ConfigError
 from swa_jax.data.batches import Batches, make_batches
 from swa_jax.data.tokenizer import Tokenizer
+from swa_jax.model.memory import check_fits
 from swa_jax.model.sharding import Partition
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.run_checkpoints import newest_step
@@ -22,6 +23,12 @@ def open_stages(config: TrainConfig, tokenizer: Tokenizer, partition: Partition 
     opened = {}
     for number, start in enumerate(config.starts):
         stage = config.stages[number]
+        here = local_rows(partition, stage.batch_size)
+        check_fits(
+            (here.stop - here.start) * stage.sequence_length * 8,  # tokens and segment ids
+            f"'stages.{number}': {stage.batch_size} rows of {stage.sequence_length} tokens",
+            "lower 'batch_size'",
+        )
         if done >= start + stage.steps:
             continue  # its data may be gone by now
         try:

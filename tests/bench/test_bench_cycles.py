@@ -209,6 +209,7 @@ def test_what_has_no_figure(compiler):
     [
         (["windw_forward"], "unknown function 'windw_forward'; did you mean 'window_forward'?"),
         (["--chip", "v8"], "unknown chip 'v8'; known: v5e, v5p, v6e, v7x"),
+        (["decode", "--set", "T=many"], "--set T must be a number, true or false, got 'many'"),
         (["decode", "--set", "strip=64"], "unknown setting of decode 'strip'; known: B, D, H, K, T"),
         (["decode", "--set", "T"], "--set is 'T'; it must be NAME=VALUE, such as T=8192"),
     ],

@@ -134,7 +134,7 @@ def test_held_out_files_are_about_a_tenth_and_the_split_is_a_partition() -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"length": 100}, "the answer alone take .*; raise length"),
+        ({"length": 100}, "the answer alone take .*: ask for longer prompts"),
         ({"length": 260, "num_keys": 2, "depths": [0.2]}, "do not fit around the target"),
         ({"length": 900, "num_keys": 0}, "num_keys is 0"),
         ({"length": 900, "num_keys": 1025}, "between 1 and 1024"),

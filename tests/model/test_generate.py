@@ -254,6 +254,11 @@ def test_wrong_arguments(change, sentence):
     assert str(error.value) == sentence
 
 
+def test_more_than_the_memory_holds_is_refused():
+    with pytest.raises(ConfigError, match=r"room for \d+ tokens take .* GiB are free: lower max_new_tokens"):
+        generate(model_of("window"), [[1, 2, 3]], max_new_tokens=10**12)
+
+
 # ---- the package's surface ----
 
 

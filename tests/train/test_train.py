@@ -131,6 +131,10 @@ def test_routed_cpt_starts_from_the_model_and_reports_the_ratio(settings, tmp_pa
             r"data files 'no\.txt': no such file",
         ),
         (
+            {"stages": [{"steps": 1, "sequence_length": 8, "batch_size": 10**12, "data": [{"files": [__file__]}]}]},
+            r"'stages\.0': 1000000000000 rows of 8 tokens take .* GiB are free: lower 'batch_size'",
+        ),
+        (
             {"xla_options": {"xla_cpu_enable_fast_math": False, "xla_no_such": "1"}},
             r"'xla_options\.xla_no_such' = 1 cannot be used: .* says \"No such compile option: 'xla_no_such'\"",
         ),
