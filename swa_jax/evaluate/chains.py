@@ -167,7 +167,7 @@ def _one_example(
         "statements": starts,
     }
     references = [tokenizer.decode(answer[1:]).strip()]
-    return Example(prompt + question, answer, references, meta, value=tuple(range(1, len(answer))))
+    return Example(prompt + question, answer, references, meta)
 
 
 def _starts(rng: np.random.Generator, cell: ChainCell, room: int, step: int) -> list[int]:

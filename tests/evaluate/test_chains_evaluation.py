@@ -46,6 +46,7 @@ def test_statements_stand_apart_and_where_they_should(tokenizer, hops, depth):
             assert (words[place], words[place + 2]) == ("=", value)
             value = words[place + 1]
         assert words[-2:] == ["?", value]
+        assert example.value is None  # the name that was asked for is a part of the answer, not given
         assert tokenizer.decode(example.answer).strip() == f"= {example.references[0]}"
         assert words.count("=") == 4 * hops
         if depth == 0:
