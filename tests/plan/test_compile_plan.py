@@ -87,7 +87,7 @@ def test_a_training_step(tmp_path):
     assert 0 < time["mfu"][0] <= time["mfu_scheduled"] <= time["mfu"][1] < 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_row_by_itself_is_routed():
     """Of one row a device, the compiler for v6e refused the gather of its segment ids, which are single numbers."""
     model = MODEL | {"num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 8}
