@@ -1,0 +1,46 @@
+"""The golden models in sizes that vLLM's CPU kernels take: heads of 32 and longer texts, weights drawn alike."""
+
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from swa_jax.base.files import read_json, write_json
+from swa_jax.checkpoint.families import model_config
+from swa_jax.checkpoint.tensor_names import hf_tensors
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+SIZES = {
+    "vocab_size": 160,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+}
+EXPERTS = {"moe_intermediate_size": 32}
+
+
+def _longer(factors: list[float], channels: int) -> list[float]:
+    return np.interp(np.linspace(0, 1, channels), np.linspace(0, 1, len(factors)), factors).round(3).tolist()
+
+
+def write_model(case: str, folder: Path) -> Path:
+    """A golden model's configuration at `SIZES`, and tensors with its means and deviations, as a Hugging Face folder."""
+    hf = read_json(GOLDEN / case / "config.json")
+    hf |= SIZES | {key: value for key, value in EXPERTS.items() if key in hf}
+    rope = hf.get("rope_parameters", {})
+    for key in ("short_factor", "long_factor"):
+        if key in rope:
+            rope[key] = _longer(rope[key], int(SIZES["head_dim"] * rope.get("partial_rotary_factor", 1)) // 2)
+    golden = load_file(GOLDEN / case / "model.safetensors")
+    rng = np.random.default_rng(0)
+    tensors = {}
+    for name, shape in hf_tensors(model_config(hf)).items():
+        like = golden[name]
+        tensors[name] = rng.normal(like.mean(), like.std(), shape).astype(np.float32)
+    folder.mkdir(parents=True)
+    write_json(folder / "config.json", hf)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
