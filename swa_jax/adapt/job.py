@@ -50,6 +50,7 @@ class AdaptOptions:
     length: int | None = None
     serve_length: int | None = None
     batched_tokens: int | None = None
+    device: str | None = None
     window: tuple[int, ...] = ()
     unit: Unit = "layers"
     effort: str = "normal"
@@ -185,7 +186,8 @@ def prepare(settings: AdaptOptions) -> Adaptation:
     tokenizer = load_tokenizer(source.folder).within(source.config.vocab_size)
     length = settings.length or min(LONGEST, source.config.max_position_embeddings)
     served = settings.serve_length or length
-    memory = Memory(source.config, source.hf_config, served, settings.server, settings.batched_tokens)
+    counted = (settings.server, settings.batched_tokens, settings.device)
+    memory = Memory(source.config, source.hf_config, served, *counted)
     windows = settings.window or _windows(source, length)
     _check_windows(windows, length)
     space = find_space(memory, settings.kv_budget, windows, settings.unit)

@@ -258,8 +258,8 @@ def _memory(
         name = f"{_called(memory.server)} {SERVERS[memory.server].version}"
         about = (
             f"{name} allocates memory in blocks, to groups of equally many layers. Its windowed layers also hold the "
-            f"{memory.batched_tokens} tokens of a prompt that it computes at once (--max-num-batched-tokens). So a "
-            f"pattern saves less there than in this library. {memory.steps}"
+            "tokens of a prompt that are computed at once (--max-num-batched-tokens), of all batches that are planned "
+            f"and not yet ended. So a pattern saves less there than in this library. {memory.steps}"
         )
         note.append(html.paragraph(about))
     return [

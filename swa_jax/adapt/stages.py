@@ -207,7 +207,7 @@ class _Stages:
     def _searched(self) -> Any:
         """What the search depends on, beside the model and its scores."""
         job, settings = self.job, self.job.settings
-        memory = [job.memory.server, job.memory.length, job.memory.batched_tokens]
+        memory = [job.memory.server, job.memory.length, job.memory.batched_tokens, job.memory.device]
         return [settings.kv_budget, memory, dataclasses.asdict(job.space), job.effort, settings.seed]
 
     def _search(self, key: str) -> dict[str, Any]:
@@ -320,6 +320,7 @@ class _Stages:
             server=server,
             serve_length=self.job.memory.length,
             batched_tokens=self.job.memory.batched_tokens,
+            device=self.job.memory.device,
             canary=False,
             describe=lines.append,
         )

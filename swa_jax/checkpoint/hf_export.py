@@ -35,6 +35,7 @@ def export_model(
     as_full: bool = False,
     serve_length: int | None = None,
     batched_tokens: int | None = None,
+    device: str | None = None,
     canary: bool = True,
     describe: Callable[[str], Any] = lambda text: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -48,8 +49,8 @@ def export_model(
         Hugging Face's keys; a pattern that these cannot express becomes full attention in every layer, with a logged
         notice.
       as_full: write full attention in every layer where the server cannot run the pattern.
-      serve_length, batched_tokens: sizes that the server is started with, as in `Memory`. None: the model's context,
-        and what suits it.
+      serve_length, batched_tokens, device: how the server is started, as in `Memory`. None: the model's context, and
+        what suits it.
       canary: also write `canary.json` and `check_server.py`, by which a server's answers tell what it computes
         (`swa_jax.checkpoint.canary`). This loads the model in f32; one that is too large for it has none.
       describe: called with what a user should know, once the export is whole.
@@ -71,7 +72,7 @@ def export_model(
         written = model_config(hf)  # the same model, of the family that can say the pattern
     else:
         length = serve_length or source.config.max_position_embeddings
-        memory = Memory(source.config, source.hf_config, length, server, batched_tokens)
+        memory = Memory(source.config, source.hf_config, length, server, batched_tokens, device)
         served = served_config(server, source.hf_config, source.pattern, as_full=as_full)
         counted, notes = memory.describe(served.pattern), memory.notes(served, destination)
         hf, notice, pattern = served.hf, None, served.pattern

@@ -30,34 +30,55 @@ STEPS = 16  # at least, in which a prompt is read where nothing is said: in fewe
 _SGLANG_RATIO = 0.8  # tokens of the windowed layers' pool to those of the other one: `--swa-full-tokens-ratio`
 
 
+class Device(NamedTuple):
+    """How a server that plans as vLLM does reads prompts on a device, unless it is told otherwise."""
+
+    batched_tokens: int  # of prompts, computed at once: `--max-num-batched-tokens` of `vllm serve`
+    # Where the next batch is planned before the last has ended (async scheduling), windowed layers hold both.
+    batches: int = 2
+
+
+# `EngineArgs.get_batch_defaults` and `VllmConfig.max_in_flight_tokens`. The first device is meant where none is named.
+# A GPU that is not here: of 160 GiB or more as b200, of 70 or more as h100, of less as l4.
+DEVICES = {
+    "vllm": {
+        "h100": Device(8192),
+        "h200": Device(8192),
+        "a100": Device(2048),
+        "gb10": Device(2048),
+        "l4": Device(2048),
+        "l40s": Device(2048),
+        "b200": Device(16384),
+        "mi300x": Device(16384),
+        "cpu": Device(2048, batches=1),
+    },
+    "tpu-inference": {"v6e": Device(1024), "v5e": Device(512), "v5p": Device(256), "v7x": Device(2048)},
+}
+_TPU_SEQUENCES = 256  # `--max-num-seqs` of a server on a TPU, unless it is told otherwise
+
+
 class Blocks(NamedTuple):
-    """How a server hands out memory: the tokens of a block, and those of prompts that it reads at once."""
+    """How a server hands out memory: the tokens of a block, and those of prompts that windowed layers hold."""
 
     tokens: int
-    batched_tokens: int  # `--max-num-batched-tokens` of `vllm serve`
+    in_flight: int  # tokens of all batches that have been planned and not yet ended
     head_dim_unit: int = 1  # a head is padded to a multiple of it
 
 
-# Batched tokens as they are on a GPU of 80 GB; on a v6e.
-BLOCKS = {"vllm": Blocks(16, 8192), "tpu-inference": Blocks(16, 1024, head_dim_unit=128)}
+def _block_tokens(server: str, device: str, length: int) -> int:
+    """Tokens of a block, of a server that takes sequences of up to `length` tokens.
 
-
-def blocks_of(server: str | None, length: int, batched_tokens: int | None = None) -> Blocks | None:
-    """How a server hands out memory to a sequence of `length` tokens; None where its memory is no matter of blocks.
-
-    Args:
-      batched_tokens: tokens of prompts that the server reads at once. None: the server's own number, or so many that
-        the sequence takes `STEPS` steps, if that is less.
-
-    Raises:
-      ConfigError: batched tokens are given, and the server's caches do not depend on them.
+    On a TPU the page tables lie in scalar memory, so that pages grow (`PallasAttentionBackend` of tpu-inference).
     """
-    own = BLOCKS.get(server or "")
-    if own is None:
-        if batched_tokens is not None:
-            raise ConfigError(f"--batched-tokens is of {' and '.join(BLOCKS)}, whose caches depend on it: leave it out")
-        return None
-    return own._replace(batched_tokens=batched_tokens or max(own.tokens, min(own.batched_tokens, length // STEPS)))
+    if server == "vllm":
+        return 128 if device == "cpu" else 16
+    page = 16 if length > 8192 else min(max(_power_of_two(length) // 16, 16), 256)
+    return max(page, _power_of_two(-(-length // (2**17 // _TPU_SEQUENCES))))
+
+
+def _power_of_two(number: int) -> int:
+    """The least that is not below it."""
+    return 1 << (number - 1).bit_length()
 
 
 class Groups(NamedTuple):
@@ -85,7 +106,7 @@ def grouped_entries(full: int, windowed: int, window: int | None, length: int, b
     if windowed:
         assert window is not None
         # A window need not begin where a block does.
-        short = -(-min(window - 1 + blocks.batched_tokens, length) // blocks.tokens) + 1
+        short = -(-min(window - 1 + blocks.in_flight, length) // blocks.tokens) + 1
     return groups.layers * blocks.tokens * (groups.full * whole + groups.windowed * short), groups
 
 
@@ -120,7 +141,12 @@ class Memory:
       config: the model; hf_config: its `config.json`, by which a server's class is found.
       length: tokens of the sequence.
       server: one of `servers.TARGETS`; None counts as `model.cache` allocates. transformers allocates as we do.
-      batched_tokens: tokens of prompts that the server reads at once; None takes what `blocks_of` says.
+      batched_tokens: tokens of prompts that the server computes at once. None takes the device's own number, or so many
+        that the sequence takes `STEPS` steps, if that is less.
+      device: where the server runs, one of `DEVICES[server]`; None takes the first.
+
+    Raises:
+      ConfigError: a name is not known, or the memory of the server does not depend on what is given.
     """
 
     config: ModelConfig
@@ -128,18 +154,38 @@ class Memory:
     length: int
     server: str | None = None
     batched_tokens: int | None = None
+    device: str | None = None
     _classes: dict[tuple[Any, ...], ServerClass | None] = dataclasses.field(
         default_factory=dict, compare=False, repr=False
     )
 
     def __post_init__(self) -> None:
         check_target(self.server)
-        if blocks := blocks_of(self.server, self.length, self.batched_tokens):
-            object.__setattr__(self, "batched_tokens", blocks.batched_tokens)
+        devices = DEVICES.get(self.server or "")
+        if devices is None:
+            for option, given in (("--batched-tokens", self.batched_tokens), ("--device", self.device)):
+                if given is not None:
+                    raise ConfigError(
+                        f"{option} is of {' and '.join(DEVICES)}, whose caches depend on it: leave it out"
+                    )
+            return
+        device = next(iter(devices)) if self.device is None else self.device
+        if device not in devices:
+            raise ConfigError(f"--device is '{device}'; {self.server} runs on: {', '.join(devices)}")
+        object.__setattr__(self, "device", device)
+        least = _block_tokens(str(self.server), device, self.length)
+        own = max(least, min(devices[device].batched_tokens, self.length // STEPS))
+        object.__setattr__(self, "batched_tokens", self.batched_tokens or own)
 
     @property
-    def _blocks(self) -> Blocks | None:
-        return blocks_of(self.server, self.length, self.batched_tokens)
+    def blocks(self) -> Blocks | None:
+        """How the server hands out memory; None where that is no matter of blocks."""
+        if self.device is None:
+            return None
+        server, batches = str(self.server), DEVICES[str(self.server)][self.device].batches
+        in_flight = batches * int(self.batched_tokens or 0)
+        unit = 128 if server == "tpu-inference" else 1
+        return Blocks(_block_tokens(server, self.device, self.length), in_flight, unit)
 
     @property
     def place(self) -> str:
@@ -153,8 +199,8 @@ class Memory:
             return ""
         count = -(-self.length // self.batched_tokens)
         return (
-            f"At {self.batched_tokens} batched tokens (--batched-tokens) a prompt of {self.length} takes {count} "
-            f"step{'s' if count > 1 else ''}; more of them take fewer steps and more memory."
+            f"On {self.device} (--device), at {self.batched_tokens} batched tokens (--batched-tokens), a prompt of "
+            f"{self.length} takes {count} step{'s' if count > 1 else ''}; more tokens: fewer steps and more memory."
         )
 
     def describe(self, pattern: AttentionPattern) -> str:
@@ -184,10 +230,10 @@ class Memory:
     def better_full_layers(self, pattern: AttentionPattern) -> int | None:
         """The nearest number of full layers that the server groups without much waste; None if it is the pattern's."""
         windowed = pattern.layer_types.count(WINDOW)
-        if self._blocks is None or not windowed or pattern.sliding_window is None:
+        if self.blocks is None or not windowed or pattern.sliding_window is None:
             return None
         full = pattern.num_layers - windowed
-        return better_grouping(full, windowed, pattern.sliding_window, self.length, self._blocks)
+        return better_grouping(full, windowed, pattern.sliding_window, self.length, self.blocks)
 
     def served(self, pattern: AttentionPattern) -> Served | None:
         """How the server runs a pattern; None without a server. `ConfigError` where it cannot."""
@@ -235,7 +281,7 @@ class Memory:
         own = [layer for layer, source in enumerate(self.config.kv_sources) if layer == source]
         windowed = sum(pattern.layer_types[layer] == WINDOW for layer in own)
         full, unit = len(own) - windowed, 1
-        if blocks := self._blocks:
+        if blocks := self.blocks:
             entries, _ = grouped_entries(full, windowed, pattern.sliding_window, self.length, blocks)
             unit = blocks.head_dim_unit
         elif runs.frees and full:
@@ -288,8 +334,8 @@ def _ceil(share: float) -> float:
 def _advice(memory: Memory, smallest: float) -> str:
     if memory.batched_tokens is not None:
         return (
-            f". Windowed layers also hold the {memory.batched_tokens} tokens of a prompt that are read at once: take a "
-            "smaller --window, a smaller --batched-tokens, or longer sequences (--serve-length)"
+            ". Windowed layers also hold the tokens of a prompt that are computed at once: take a smaller --window, a "
+            "smaller --batched-tokens, or longer sequences (--serve-length)"
         )
     if memory.server in SERVERS and smallest >= 1:
         return ". It computes the windows of this model, but keeps the caches of windowed layers whole"

@@ -144,10 +144,8 @@ def _memory(counted: Counted, model: Path, config: ModelConfig, length: int) -> 
     if counted.server is None and counted.serve_length is None:
         return None
     from swa_jax.checkpoint.folder import open_checkpoint
-    from swa_jax.checkpoint.served_cache import Memory
 
-    hf_config = open_checkpoint(model).hf_config
-    return Memory(config, hf_config, counted.serve_length or length, counted.server, counted.batched_tokens)
+    return counted.memory(config, open_checkpoint(model).hf_config, length)
 
 
 def compare(

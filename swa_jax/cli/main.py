@@ -25,7 +25,7 @@ from swa_jax.cli.generate import generate
 from swa_jax.cli.generate_options import Pattern
 from swa_jax.cli.groups import expand
 from swa_jax.cli.kept_programs import keep_programs
-from swa_jax.cli.options import BatchedTokens, Model, WindowSize, find_model, in_serving, resolve_patterns
+from swa_jax.cli.options import BatchedTokens, Device, Model, WindowSize, find_model, in_serving, resolve_patterns
 from swa_jax.cli.pattern import app as pattern_app
 from swa_jax.cli.select import app as select_app
 from swa_jax.cli.train import train
@@ -158,6 +158,7 @@ def export(
         in_serving(metavar="N", help="Tokens of the sequence that is counted. Default: the model's context.", min=1),
     ] = None,
     batched_tokens: BatchedTokens = None,
+    device: Device = None,
     canary: Annotated[
         bool,
         in_serving(
@@ -173,8 +174,8 @@ def export(
 
     if as_full and server is None:
         raise ConfigError("--as-full needs --for SERVER: whose full attention is meant")
-    if server is None and (serve_length or batched_tokens):
-        raise ConfigError("--serve-length and --batched-tokens are for a server: name it with --for")
+    if server is None and (serve_length or batched_tokens or device):
+        raise ConfigError("--serve-length, --batched-tokens and --device are for a server: name it with --for")
     if window is not None and pattern is None:
         raise ConfigError("--window is the window of a recipe: name one with --pattern")
     folder, chosen = find_model(checkpoint), None
@@ -183,7 +184,7 @@ def export(
         (chosen,) = resolve_patterns([pattern], source.config, Window(window), source.pattern.sliding_window)
     notes: list[str] = []
     options: dict[str, Any] = {"pattern": chosen, "server": server, "as_full": as_full, "canary": canary}
-    options |= {"serve_length": serve_length, "batched_tokens": batched_tokens}
+    options |= {"serve_length": serve_length, "batched_tokens": batched_tokens, "device": device}
     with Progress("canary: texts") as progress:
         export_model(folder, destination, **options, describe=notes.append, progress=progress.update)
     typer.echo(destination)

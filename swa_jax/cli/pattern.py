@@ -17,6 +17,7 @@ from swa_jax.cli.groups import expand
 from swa_jax.cli.options import (
     MOST_LAYERS,
     BatchedTokens,
+    Device,
     Json,
     WindowGiven,
     check_output,
@@ -74,6 +75,7 @@ def print_(
         int, in_serving(help="With --model: tokens of the sequence whose key/value cache is counted.", min=1, max=10**9)
     ] = 32768,
     batched_tokens: BatchedTokens = None,
+    device: Device = None,
     out: Annotated[Path | None, in_output(help="Write the pattern to this JSON file.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -87,7 +89,7 @@ def print_(
     report: dict[str, Any] = {"pattern": json.loads(chosen.to_json())}
     lines = [str(chosen)]
     if model is not None:
-        report |= {"length": length, "caches": list(_caches(model, chosen, length, batched_tokens))}
+        report |= {"length": length, "caches": list(_caches(model, chosen, length, batched_tokens, device))}
         lines += [f"key/value cache of a sequence of {length} tokens in bf16, and its share of full attention's there:"]
         lines += [line for cache in report["caches"] for line in _cache_lines(cache, chosen)]
     print_report(report, "\n".join(lines), as_json)
@@ -100,20 +102,24 @@ app.command("print")(expand(print_))
 
 
 def _caches(
-    model: Path, pattern: AttentionPattern, length: int, batched_tokens: int | None
+    model: Path, pattern: AttentionPattern, length: int, batched_tokens: int | None, device: str | None
 ) -> Iterator[dict[str, Any]]:
     """What the cache of a sequence takes here and as each server allocates it, or why a server cannot run the pattern.
 
     At a cliff `better_full_layers` is the nearest number of full layers that the server groups without much waste.
     """
     from swa_jax.checkpoint.folder import open_checkpoint
-    from swa_jax.checkpoint.served_cache import BLOCKS, Memory
+    from swa_jax.checkpoint.served_cache import DEVICES, Memory
     from swa_jax.checkpoint.servers import SERVERS
 
     checkpoint = open_checkpoint(find_model(model))
+    if device is not None and not any(device in known for known in DEVICES.values()):
+        names = ", ".join(name for known in DEVICES.values() for name in known)
+        raise ConfigError(f"--device is '{device}'; known: {names}")
     for server in (None, *SERVERS):
-        given = batched_tokens if server in BLOCKS else None
-        memory = Memory(checkpoint.config, checkpoint.hf_config, length, server, given)
+        known = DEVICES.get(server or "", {})
+        given = (batched_tokens if known else None, device if device in known else None)
+        memory = Memory(checkpoint.config, checkpoint.hf_config, length, server, *given)
         where = {"server": server, "version": None if server is None else SERVERS[server].version}
         try:
             found = {"bytes": memory.bytes(pattern), "share": memory.share(pattern)}
@@ -122,7 +128,16 @@ def _caches(
             continue
         steps = memory.steps if WINDOW in pattern.layer_types else ""
         better = memory.better_full_layers(pattern)
-        yield where | found | {"batched_tokens": memory.batched_tokens, "steps": steps, "better_full_layers": better}
+        yield (
+            where
+            | found
+            | {
+                "device": memory.device,
+                "batched_tokens": memory.batched_tokens,
+                "steps": steps,
+                "better_full_layers": better,
+            }
+        )
 
 
 def _cache_lines(cache: dict[str, Any], pattern: AttentionPattern) -> Iterator[str]:

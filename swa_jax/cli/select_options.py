@@ -16,6 +16,7 @@ from swa_jax.cli.options import (
     BatchedTokens,
     BatchSize,
     ComputeDtype,
+    Device,
     PromptKind,
     Seed,
     ServeLength,
@@ -29,6 +30,7 @@ from swa_jax.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from swa_jax.checkpoint.served_cache import Memory
     from swa_jax.data.tokenizer import Tokenizer
     from swa_jax.evaluate import Example
     from swa_jax.model.config import ModelConfig
@@ -53,6 +55,13 @@ class Counted(Options):
     server: Server = None
     serve_length: ServeLength = None
     batched_tokens: BatchedTokens = None
+    device: Device = None
+
+    def memory(self, config: ModelConfig, hf_config: Mapping[str, Any], length: int) -> Memory:
+        """Where the cache is counted; `length` is that of the prompts."""
+        from swa_jax.checkpoint.served_cache import Memory
+
+        return Memory(config, hf_config, self.serve_length or length, self.server, self.batched_tokens, self.device)
 
 
 @dataclasses.dataclass
@@ -135,6 +144,7 @@ class Budget(Counted):
             raise ConfigError(f"--ratio is {self.ratio:g}: the share of windowed {unit} must lie between 0 and 1")
         if self.kv_budget is None:
             given = {"--for": self.server, "--serve-length": self.serve_length, "--batched-tokens": self.batched_tokens}
+            given["--device"] = self.device
             if idle := next((option for option, value in given.items() if value is not None), None):
                 raise ConfigError(f"{idle} says where or how the cache of --kv-budget is counted: give that too")
         elif self.server is not None and unit == "KV heads":
@@ -148,13 +158,13 @@ class Budget(Counted):
         """The share that is windowed, in a pattern with this window; `length` is that of the prompts."""
         if self.ratio is not None:
             return self.ratio
-        from swa_jax.checkpoint.served_cache import Memory, most_within
+        from swa_jax.checkpoint.served_cache import most_within
         from swa_jax.select.heads import head_mask, head_pattern, heuristic_mask
 
         heads = config.common_kv_heads if unit == "KV heads" else 1
         total = config.num_hidden_layers * heads
         if self.kv_budget is not None:
-            memory = Memory(config, hf_config, self.serve_length or length, self.server, self.batched_tokens)
+            memory = self.memory(config, hf_config, length)
 
             def make(full: int) -> AttentionPattern:
                 mask = heuristic_mask("interleave", config.num_hidden_layers, heads, 1 - full / total)

@@ -11,12 +11,11 @@ from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.families import model_config
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.served_cache import (
-    BLOCKS,
+    DEVICES,
     Blocks,
     BudgetError,
     Memory,
     better_grouping,
-    blocks_of,
     group_layers,
     grouped_entries,
     most_within,
@@ -31,8 +30,11 @@ CASES = json.loads((Path(__file__).parent / "vllm_groups.json").read_text())["ca
 def test_entries_are_those_of_vllms_planner():
     assert len(CASES) == 200
     for case in CASES:
+        assert DEVICES["vllm"][case["device"]].batched_tokens == case["batched"]
+        blocks = memory_of("llama-plain", case["length"], "vllm", case["batched"], case["device"]).blocks
+        assert blocks.in_flight == case["in_flight"]
         entries, groups = grouped_entries(
-            case["full"], case["windowed"], case["window"], case["length"], Blocks(case["block"], case["in_flight"])
+            case["full"], case["windowed"], case["window"], case["length"], blocks._replace(tokens=case["block"])
         )
         assert (entries, groups.layers, groups.full + groups.windowed) == (
             case["entries"],
@@ -42,17 +44,18 @@ def test_entries_are_those_of_vllms_planner():
     assert group_layers(36, 0) == (36, 1, 0)  # of one kind: one group
     assert group_layers(0, 36) == (36, 0, 1)
     assert grouped_entries(36, 0, None, 1000, Blocks(16, 1))[0] == 36 * 1008
+    assert {case["device"] for case in CASES} == set(DEVICES["vllm"])
 
 
 def test_one_full_layer_more_may_cost_much():
     """36 layers at 128K tokens: the ratios that vLLM's sizes of groups give."""
-    length = 131072
-    full = grouped_entries(36, 0, None, length, BLOCKS["vllm"])[0]
-    saved = {n: full / grouped_entries(n, 36 - n, 1024, length, BLOCKS["vllm"])[0] for n in (9, 14, 15)}
+    length, blocks = 131072, Blocks(16, 8192)
+    full = grouped_entries(36, 0, None, length, blocks)[0]
+    saved = {n: full / grouped_entries(n, 36 - n, 1024, length, blocks)[0] for n in (9, 14, 15)}
     assert saved[14] > 2.2 > 1.8 > saved[15]
     assert saved[9] > 3.2
-    assert better_grouping(15, 21, 1024, length, BLOCKS["vllm"]) == 14
-    assert better_grouping(9, 27, 1024, length, BLOCKS["vllm"]) is None
+    assert better_grouping(15, 21, 1024, length, blocks) == 14
+    assert better_grouping(9, 27, 1024, length, blocks) is None
 
 
 def test_the_verb_prints_bytes_here_and_as_served(tmp_path):
@@ -72,18 +75,20 @@ def test_the_verb_warns_at_the_cliff(tmp_path):
         pattern = AttentionPattern((FULL,) * full + (WINDOW,) * (4 - full), 5)
         pattern.to_json(tmp_path / "pattern.json")
         text = run("pattern", tmp_path / "pattern.json", "--model", checkpoint, "--length", "100000")
-        better = better_grouping(full, 4 - full, 5, 100000, blocks_of("vllm", 100000))
+        better = better_grouping(full, 4 - full, 5, 100000, memory_of("llama-plain", 100000, "vllm").blocks)
         assert (f"{better} full layers" in text) == (better is not None)
 
 
-@pytest.mark.parametrize(("length", "batched"), [(500, 31), (64, 16), (10**6, BLOCKS["vllm"].batched_tokens)])
+@pytest.mark.parametrize(("length", "batched"), [(500, 31), (64, 16), (10**6, 8192)])
 def test_a_prompt_takes_sixteen_steps_at_least(length, batched):
     """By one default, wherever memory is counted, and the share is never printed without it."""
     memory = memory_of("llama-plain", length, "vllm")
-    assert memory.batched_tokens == batched == blocks_of("vllm", length).batched_tokens
+    assert memory.batched_tokens == batched
     pattern = AttentionPattern.from_full_layers([0], memory.config.num_hidden_layers, 16)
     steps = -(-length // batched)
-    said = f"At {batched} batched tokens (--batched-tokens) a prompt of {length} takes {steps} steps"
+    said = (
+        f"On h100 (--device), at {batched} batched tokens (--batched-tokens), a prompt of {length} takes {steps} steps"
+    )
     assert said in memory.describe(pattern)
     assert f"{memory.share(pattern):.1%} of what full attention takes, counted in vllm" in memory.describe(pattern)
     assert "a prompt of 64 takes 1 step;" in memory_of("llama-plain", 64, "vllm", 64).steps
@@ -104,26 +109,27 @@ def test_the_verb_counts_as_a_budget_does(tmp_path):
             memory = memory_of("llama-plain", 1024, server, batched if server == "vllm" else None)
             line = next(line for line in text.splitlines() if line.strip().startswith(server or "here"))
             assert line.endswith(f"{memory.share(pattern):.1%}")
-        assert f"At {batched or 64} batched tokens" in text
+        assert f"at {batched or 64} batched tokens" in text
 
 
 # ---- a budget ----
 
 
-def memory_of(name, length, server=None, chunk=None):
-    return Memory(model_config(hf_of(name)), hf_of(name), length, server, chunk)
+def memory_of(name, length, server=None, chunk=None, device=None):
+    return Memory(model_config(hf_of(name)), hf_of(name), length, server, chunk, device)
 
 
 def test_memory_counts_as_the_server_does():
     memory = memory_of("llama-plain", 4096, "vllm", 256)
     layers = memory.config.num_hidden_layers
     pattern = AttentionPattern.from_full_layers([0], layers, 64)
-    entries, _ = grouped_entries(1, layers - 1, 64, 4096, Blocks(16, 256))
+    entries, _ = grouped_entries(1, layers - 1, 64, 4096, Blocks(16, 2 * 256))
     assert memory.bytes(pattern) == entries * memory.config.num_key_value_heads * 2 * memory.config.head_dim * 2
     assert memory.bytes(pattern) < memory_of("llama-plain", 4096, "vllm", 8192).bytes(pattern)
-    padded = memory_of("llama-plain", 4096, "tpu-inference", 256)  # heads of 6 channels take 128
-    assert 6 * padded.bytes(pattern) == 128 * memory.bytes(pattern)
+    padded = memory_of("llama-plain", 16, "tpu-inference")  # heads of 6 channels take 128
+    assert 6 * padded.full == 128 * memory_of("llama-plain", 16, "vllm").full
     assert memory_of("llama-plain", 4096, "vllm") == memory  # which is the 16th part
+    assert memory_of("llama-plain", 4096, "vllm", 256, "cpu").blocks == Blocks(128, 256)  # of one batch
     assert memory.full == layers * 4096 * memory.config.num_key_value_heads * 2 * memory.config.head_dim * 2
     assert memory.share(AttentionPattern((FULL,) * layers)) == 1
     here, transformers = (memory_of("llama-plain", 4096, server) for server in (None, "transformers"))
@@ -134,6 +140,21 @@ def test_memory_counts_as_the_server_does():
         transformers.bytes(sinks)
     with pytest.raises(ConfigError, match="did you mean 'vllm'"):
         memory_of("llama-plain", 4096, "vlm")
+
+
+@pytest.mark.parametrize(
+    ("length", "tokens"), [(200, 16), (2048, 128), (8000, 256), (8193, 32), (32768, 64), (131072, 256), (200_000, 512)]
+)
+def test_pages_on_a_tpu_grow_with_the_sequence(length, tokens):
+    """By hand from `get_page_size` and `get_min_page_size` of tpu-inference 0.27, for 256 sequences."""
+    assert memory_of("llama-plain", length, "tpu-inference").blocks.tokens == tokens
+
+
+def test_a_device_that_is_not_known_is_refused():
+    with pytest.raises(ConfigError, match="--device is 'v6e'; vllm runs on: h100, "):
+        memory_of("llama-plain", 4096, "vllm", device="v6e")
+    with pytest.raises(ConfigError, match="--device is of vllm and tpu-inference"):
+        memory_of("llama-plain", 4096, "sglang", device="h100")
 
 
 def test_the_first_that_fits_is_taken_and_refused_ones_are_passed_over():

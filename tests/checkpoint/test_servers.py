@@ -132,7 +132,7 @@ def test_the_verb_says_how_to_start_the_server(tmp_path):
     said = run("export", checkpoint, tmp_path / "a", "--no-canary", "--for", "vllm", "--serve-length", 640)
     sizes = "--max-model-len 640 --max-num-batched-tokens 40"
     assert f"Start it with: vllm serve {tmp_path / 'a'} {sizes}\n" in said
-    assert "At 40 batched tokens (--batched-tokens) a prompt of 640 takes 16 steps" in said
+    assert "at 40 batched tokens (--batched-tokens), a prompt of 640 takes 16 steps" in said
     assert "are for a server" in fails("export", checkpoint, tmp_path / "b", "--batched-tokens", 64)
     assert "known: transformers, vllm, tpu-inference, sglang" in fails(
         "export", checkpoint, tmp_path / "b", "--no-canary", "--for", "ollama"

@@ -75,7 +75,10 @@ def run(
     config = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
     answer = {
         "logprobs": [
-            [entry[token].logprob for token, entry in zip(out.prompt_token_ids[1:], out.prompt_logprobs[1:], strict=True)]
+            [
+                entry[token].logprob
+                for token, entry in zip(out.prompt_token_ids[1:], out.prompt_logprobs[1:], strict=True)
+            ]
             for out in outputs
         ],
         "tokens": [list(out.outputs[0].token_ids) for out in outputs],

@@ -27,7 +27,7 @@ def _longer(factors: list[float], channels: int) -> list[float]:
 
 
 def write_model(case: str, folder: Path) -> Path:
-    """A golden model's configuration at `SIZES`, and tensors with its means and deviations, as a Hugging Face folder."""
+    """A golden model at `SIZES`, its tensors drawn with the means and deviations of the golden ones, as a folder."""
     hf = read_json(GOLDEN / case / "config.json")
     hf |= SIZES | {key: value for key, value in EXPERTS.items() if key in hf}
     rope = hf.get("rope_parameters", {})
