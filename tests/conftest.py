@@ -19,6 +19,9 @@ from tokenizers import decoders, models, pre_tokenizers
 # Tracing makes many objects and few circles of them: looking for circles less often takes a fifteenth off the suite.
 gc.set_threshold(50_000, 20, 50)
 
+# They need an environment with a server in it, which `make test-servers` makes.
+collect_ignore = [] if "SERVERS_PYTHON" in os.environ else ["checkpoint/servers"]
+
 CASES = {
     mark: {
         line

@@ -66,7 +66,7 @@ def test_the_model_of_chains_is_asked_for_chains(tmp_path):
         (("recall", "--kv-budget", 0), "--kv-budget is 0: give the share of full attention's cache, above 0"),
         (("recall", "--kv-budget", 1.5), "--kv-budget is 1.5"),
         (("recall", "--kv-budget", 0.3, "--for", "vlm"), "--for is 'vlm'; did you mean 'vllm'"),
-        (("recall", "--kv-budget", 0.05, "--for", "vllm"), "takes at least 0.11 of full attention's"),
+        (("recall", "--kv-budget", 0.05, "--for", "vllm"), "takes at least 0.172 of full attention's"),
         (("recall", "--kv-budget", 0.3, "--for", "sglang"), "keeps the caches of windowed layers whole"),
         (("recall", "--kv-budget", 0.3, "--unit", "heads", "--for", "vllm"), "which vllm cannot run"),
         (("recall", "--kv-budget", 0.3, "--batched-tokens", 64), "--batched-tokens is of vllm and tpu-inference"),

@@ -269,7 +269,7 @@ def test_the_verdict_comes_with_what_the_cache_takes(exported, tmp_path, capsys)
     said = r"Its \d+ values together show \d+ mistakes that servers make\. The hardest to see \(.+\) changes a value by"
     assert re.search(said, note)
     counted = Memory(RICH, {}, 1024, "vllm").steps
-    assert counted.startswith("At 64 batched tokens")
+    assert counted.startswith("On h100 (--device), at 64 batched tokens")
     canary = json.loads((folder / "canary.json").read_text())
     assert canary["counted"] == ""  # no server
     (tmp_path / "canary.json").write_text(json.dumps(canary | {"counted": counted}))

@@ -3,13 +3,14 @@
 from pathlib import Path
 
 import numpy as np
+from golden_models import GOLDEN
 from safetensors.numpy import load_file, save_file
 
 from swa_jax.base.files import read_json, write_json
 from swa_jax.checkpoint.families import model_config
 from swa_jax.checkpoint.tensor_names import hf_tensors
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+LENGTH = 512
 SIZES = {
     "vocab_size": 160,
     "hidden_size": 128,
@@ -17,9 +18,10 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 32,
     "intermediate_size": 96,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": LENGTH,
 }
 EXPERTS = {"moe_intermediate_size": 32}
+YARN = {"beta_fast": 32.0, "beta_slow": 1.0}  # transformers' defaults, which vLLM's gpt-oss reads
 
 
 def _longer(factors: list[float], channels: int) -> list[float]:
@@ -27,19 +29,23 @@ def _longer(factors: list[float], channels: int) -> list[float]:
 
 
 def write_model(case: str, folder: Path) -> Path:
-    """A golden model at `SIZES`, its tensors drawn with the means and deviations of the golden ones, as a folder."""
+    """A golden model at `SIZES`, its tensors drawn so that products have the golden ones' size, as a folder."""
     hf = read_json(GOLDEN / case / "config.json")
     hf |= SIZES | {key: value for key, value in EXPERTS.items() if key in hf}
     rope = hf.get("rope_parameters", {})
     for key in ("short_factor", "long_factor"):
         if key in rope:
             rope[key] = _longer(rope[key], int(SIZES["head_dim"] * rope.get("partial_rotary_factor", 1)) // 2)
+    if rope.get("rope_type") == "yarn":
+        hf["rope_parameters"] = YARN | rope
     golden = load_file(GOLDEN / case / "model.safetensors")
     rng = np.random.default_rng(0)
     tensors = {}
     for name, shape in hf_tensors(model_config(hf)).items():
         like = golden[name]
-        tensors[name] = rng.normal(like.mean(), like.std(), shape).astype(np.float32)
+        # A matrix adds up more products than the golden one.
+        wider = (like.shape[-1] / shape[-1]) ** 0.5 if len(shape) > 1 else 1
+        tensors[name] = rng.normal(like.mean(), like.std() * wider, shape).astype(np.float32)
     folder.mkdir(parents=True)
     write_json(folder / "config.json", hf)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})

@@ -1,0 +1,118 @@
+"""Runs exports in vLLM's own engine, and says what it answered and how it held their caches.
+
+The interpreter of `make test-servers` runs this file; it has vLLM and no JAX. Each line that it reads is a JSON object
+with the arguments of `run`; each line that it writes is what `run` returned, or {"refused": why}.
+"""
+
+import copy
+import gc
+import json
+import os
+import sys
+from collections import defaultdict
+
+# What vLLM prints goes to the log.
+ANSWERS = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, where its tables can be read
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+}
+
+from vllm import LLM, SamplingParams
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+HELD = defaultdict(list)  # by request: the most blocks that each group held of it
+
+
+def _count_blocks() -> None:
+    """Counts a request's blocks whenever it was given some."""
+    allocate = KVCacheManager.allocate_slots
+
+    def counted(self, request, *args, **kwargs):
+        given = allocate(self, request, *args, **kwargs)
+        managers = self.coordinator.single_type_managers
+        now = [sum(not block.is_null for block in m.req_to_blocks[request.request_id]) for m in managers]
+        before = HELD[request.request_id] or [0] * len(now)
+        HELD[request.request_id] = [max(pair) for pair in zip(before, now, strict=True)]
+        return given
+
+    KVCacheManager.allocate_slots = counted
+
+
+def _granted(spec, config, asynchronous: bool) -> int:
+    """Blocks that vLLM's planner reserves for a request in a group of layers, with async scheduling or without."""
+    config, scheduler = copy.copy(config), copy.copy(config.scheduler_config)
+    object.__setattr__(scheduler, "async_scheduling", asynchronous)
+    object.__setattr__(config, "scheduler_config", scheduler)
+    return spec.max_memory_usage_bytes(config) // spec.page_size_bytes
+
+
+def run(folder: str, prompts: list[list[int]], new_tokens: int, length: int, batched_tokens: int) -> dict:
+    """What the engine answers to `prompts`, and to the same prompts once more, from its cache of prefixes.
+
+    Args:
+      new_tokens: greedy tokens that are asked for.
+      length, batched_tokens: `--max-model-len` and `--max-num-batched-tokens`.
+
+    Returns:
+      logprobs: of each prompt's tokens but the first; tokens, second: the new ones, both times; reused: tokens that a
+      second answer took from the cache; groups: of the layers' caches, each with its window (None: full attention), its
+      layers, and the blocks `granted` to a request without and with async scheduling; held: the most blocks that a
+      request held in each group; block_tokens.
+    """
+    llm = LLM(
+        folder,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=length,
+        max_num_batched_tokens=batched_tokens,
+        enable_chunked_prefill=True,
+        enable_prefix_caching=True,
+        enforce_eager=True,
+        disable_log_stats=True,
+    )
+    wanted = {"temperature": 0, "max_tokens": new_tokens, "detokenize": False, "ignore_eos": True}
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    HELD.clear()
+    outputs = llm.generate(asked, SamplingParams(**wanted, prompt_logprobs=0), use_tqdm=False)
+    held = list(HELD.values())
+    second = llm.generate(asked, SamplingParams(**wanted), use_tqdm=False)
+    core = llm.llm_engine.engine_core.engine_core
+    groups = core.scheduler.kv_cache_config.kv_cache_groups
+    answer = {
+        "logprobs": [
+            [told[token].logprob for token, told in zip(out.prompt_token_ids[1:], out.prompt_logprobs[1:], strict=True)]
+            for out in outputs
+        ],
+        "tokens": [list(out.outputs[0].token_ids) for out in outputs],
+        "second": [list(out.outputs[0].token_ids) for out in second],
+        "reused": [out.num_cached_tokens for out in second],
+        "groups": [
+            {
+                "window": getattr(group.kv_cache_spec, "sliding_window", None),
+                "layers": sorted(int(part) for name in group.layer_names for part in name.split(".") if part.isdigit()),
+                "granted": [_granted(group.kv_cache_spec, core.vllm_config, on) for on in (False, True)],
+            }
+            for group in groups
+        ],
+        "block_tokens": groups[0].kv_cache_spec.block_size,
+        "held": held,
+    }
+    del llm, core
+    gc.collect()
+    return answer
+
+
+if __name__ == "__main__":
+    _count_blocks()
+    for line in sys.stdin:
+        try:
+            said = run(**json.loads(line))
+        except Exception as error:  # a server's refusal is an answer, whatever its class
+            said = {"refused": f"{type(error).__name__}: {error}"}
+        print(json.dumps(said), file=ANSWERS, flush=True)
