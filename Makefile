@@ -4,6 +4,7 @@
 VENV := .venv$(JAX:%=-jax%)
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+SERVERS := .venv-servers
 PYTHONS := $(or $(PYTHON),python3.12 python3.13 python3.14 python3)
 
 # JAX on a CPU frees and maps large arrays at every step; keeping them mapped about doubles the speed of training (glibc).
@@ -20,7 +21,7 @@ PYTEST := $(PLATFORM) $(BIN)/python -m pytest -q -n logical --dist worksteal --d
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv demo models test test-slow test-models test-part test-all docs check clean
+.PHONY: help venv demo models test test-slow test-models test-servers test-part test-all docs check clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +41,14 @@ test-slow: venv ## the slow part
 test-models: venv ## the tests on real models; `SHORT=1` leaves out what takes minutes
 	$(PYTEST) -m "models$(if $(SHORT), and not long)"
 
+test-servers: venv $(SERVERS)/.installed ## exports of every family in vLLM's own engine, on the CPU (minutes; installs 3 GB)
+	SERVERS_PYTHON=$(SERVERS)/bin/python $(PYTEST) tests/checkpoint/servers
+
+$(SERVERS)/.installed: tests/checkpoint/servers/requirements.txt
+	python3.11 -m venv $(SERVERS)
+	$(SERVERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	touch $@
+
 test-part: venv ## a part of the longest tests: `make test-part PART=3/7`
 	$(PYTEST) -m "long and not models" --part $(or $(PART),$(error Which part? For example `make test-part PART=3/7`))
 
@@ -56,7 +65,7 @@ docs: venv ## the documentation site: build/docs
 	$(PLATFORM) $(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 
 clean: ## remove environments, caches and builds; runs/ and checkpoints/ stay
-	rm -rf .venv .venv-jax* .cache build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-jax* .venv-servers .cache build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 venv: $(INSTALLED) ## the virtual environment alone

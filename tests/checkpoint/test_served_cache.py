@@ -1,6 +1,7 @@
 """Memory as served: vLLM's own planner as the judge, the cliff of its groups, and what `swa-jax pattern` says."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from swa_jax.model.cache import cache_bytes
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
+ROOT = Path(__file__).parents[2]
 CASES = json.loads((Path(__file__).parent / "vllm_groups.json").read_text())["cases"]
 
 
@@ -148,6 +150,13 @@ def test_memory_counts_as_the_server_does():
 def test_pages_on_a_tpu_grow_with_the_sequence(length, tokens):
     """By hand from `get_page_size` and `get_min_page_size` of tpu-inference 0.27, for 256 sequences."""
     assert memory_of("llama-plain", length, "tpu-inference").blocks.tokens == tokens
+
+
+def test_the_table_in_the_docs_is_what_is_counted():
+    table = (ROOT / "docs" / "serving.md").read_text().split("| `--device` |")[1]
+    for device, own in (pair for devices in DEVICES.values() for pair in devices.items()):
+        row = next(line for line in table.splitlines() if f"`{device}`" in line)
+        assert re.search(rf"\b{own.batched_tokens}\b.*\| {own.batches} \|", row), device
 
 
 def test_a_device_that_is_not_known_is_refused():

@@ -11,18 +11,6 @@ import os
 import sys
 from collections import defaultdict
 
-# What vLLM prints goes to the log.
-ANSWERS = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)
-
-os.environ |= {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, where its tables can be read
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "HF_HUB_OFFLINE": "1",
-}
-
 from vllm import LLM, SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
@@ -109,10 +97,12 @@ def run(folder: str, prompts: list[list[int]], new_tokens: int, length: int, bat
 
 
 if __name__ == "__main__":
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what vLLM prints goes where its errors go
     _count_blocks()
     for line in sys.stdin:
         try:
             said = run(**json.loads(line))
         except Exception as error:  # a server's refusal is an answer, whatever its class
             said = {"refused": f"{type(error).__name__}: {error}"}
-        print(json.dumps(said), file=ANSWERS, flush=True)
+        print(json.dumps(said), file=answers, flush=True)
