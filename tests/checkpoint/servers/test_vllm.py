@@ -133,9 +133,9 @@ def difference_of(model, said) -> tuple[float, float]:
     [
         {"sliding_window": WINDOW_SIZE + 1},
         {"sliding_window": WINDOW_SIZE - 1},
-        {"layer_types": "wFFF"},
-        {"layer_types": "FFFF"},
-        {"layer_types": "FwFw"},
+        {"layer_types": "w"},
+        {"layer_types": "F"},
+        {"layer_types": "Fw"},
     ],
     ids=str,
 )
