@@ -259,7 +259,7 @@ def _memory(
         about = (
             f"{name} allocates memory in blocks, to groups of equally many layers. Its windowed layers also hold the "
             "tokens of a prompt that are computed at once (--max-num-batched-tokens), of all batches that are planned "
-            f"and not yet ended. So a pattern saves less there than in this library. {memory.steps}"
+            "and not yet ended. So a pattern saves less there than in this library."
         )
         note.append(html.paragraph(about))
     return [

@@ -248,14 +248,15 @@ class Endpoint:
 
     def top_log_probs(self, prompts: list[list[int]]) -> list[list[float]]:
         """For each prompt the log-probabilities of the likeliest next tokens [TOP], falling."""
-        found = []
-        for choice in self._choices(prompts, logprobs=TOP):
-            rows = (choice.get("logprobs") or {}).get("top_logprobs") or [None]
-            values = sorted((rows[0] or {}).values(), reverse=True)[:TOP]
-            if len(values) < TOP:
-                raise CannotAsk(f"{self.url} gives the log-probabilities of {len(values)} next tokens, not {TOP}")
-            found.append(values)
-        return found
+        for options in ({}, {"return_tokens_as_token_ids": True}):  # by their texts, which two tokens may share
+            found = []
+            for choice in self._choices(prompts, logprobs=TOP, **options):
+                rows = (choice.get("logprobs") or {}).get("top_logprobs") or [None]
+                found.append(sorted((rows[0] or {}).values(), reverse=True)[:TOP])
+            fewest = min(map(len, found))
+            if fewest == TOP:
+                return found
+        raise CannotAsk(f"{self.url} gives the log-probabilities of {fewest} next tokens, not {TOP}")
 
 
 def ask(endpoint: Endpoint, canary: dict[str, Any], api: str = "auto") -> tuple[Answers, str]:

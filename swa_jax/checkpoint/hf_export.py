@@ -65,14 +65,14 @@ def export_model(
     if pattern is not None:
         pattern.validate(source.config)
         source = dataclasses.replace(source, pattern=pattern)
-    counted, notes = "", list[str]()
+    counted, notes, longest = "", list[str](), None
     if server is None:
         hf, notice = apply_pattern(source.hf_config, source.pattern)
         pattern = source.pattern
         written = model_config(hf)  # the same model, of the family that can say the pattern
     else:
-        length = serve_length or source.config.max_position_embeddings
-        memory = Memory(source.config, source.hf_config, length, server, batched_tokens, device)
+        longest = serve_length or source.config.max_position_embeddings
+        memory = Memory(source.config, source.hf_config, longest, server, batched_tokens, device)
         served = served_config(server, source.hf_config, source.pattern, as_full=as_full)
         counted, notes = memory.describe(served.pattern), memory.notes(served, destination)
         hf, notice, pattern = served.hf, None, served.pattern
@@ -86,7 +86,8 @@ def export_model(
         for name, data in companions.items():
             write_bytes(folder / name, data)
         if canary:
-            notes.append(write_canary(folder, source.folder, pattern, hf, counted=counted, progress=progress))
+            options = {"longest": longest, "counted": counted, "progress": progress}
+            notes.append(write_canary(folder, source.folder, pattern, hf, **options))
     if notice:
         log.warning("%s: %s", destination, notice)
     for note in notes:

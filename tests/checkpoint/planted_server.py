@@ -126,7 +126,9 @@ class Handler(BaseHTTPRequestHandler):
                 choice["prompt_logprobs"] = rows
             if body.get("logprobs") is not None:
                 order = np.argsort(-found[-1])[: body["logprobs"]]
-                top = {f"token {t}": float(found[-1, t]) for t in order}
+                # Two tokens have one text, and a server's answer has each text once.
+                called = "token_id:{0}" if body.get("return_tokens_as_token_ids") else "token {1}"
+                top = {called.format(t, t // 2): float(found[-1, t]) for t in order}
                 choice["logprobs"] = {"token_logprobs": [max(top.values())], "top_logprobs": [top]}
                 if body.get("echo"):
                     choice["logprobs"]["token_logprobs"][:0] = own
