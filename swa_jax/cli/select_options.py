@@ -95,7 +95,7 @@ class Examples(Options):
         Path | None,
         in_prompts(help="In place of needles: JSONL, Parquet or ArrayRecord with the fields prompt and answer."),
     ] = None
-    min_answer: Annotated[int, in_prompts(metavar="N", help="Fewest tokens of an answer of --prompts.", min=1)] = 1
+    min_answer: Annotated[int, in_prompts(metavar="N", help="Fewest tokens of an answer.", min=1)] = 1
     seed: Seed = 0
 
     def draw(

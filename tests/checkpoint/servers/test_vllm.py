@@ -4,15 +4,11 @@ Every family that vLLM runs by our table, with every kind of pattern that the ta
 chunks, and once more from the cache of prefixes.
 """
 
-import json
-import os
-import subprocess
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from engine_answers import counted_entries, difference_of, granted_entries
 from golden_models import GOLDEN
 from sized_models import LENGTH, write_model
 
@@ -21,7 +17,7 @@ from swa_jax.base.files import read_json, write_json
 from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.checkpoint.hf_import import import_model
-from swa_jax.checkpoint.served_cache import Memory, grouped_entries
+from swa_jax.checkpoint.served_cache import Memory
 from swa_jax.checkpoint.servers import SERVERS, find_served
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
@@ -31,15 +27,6 @@ PATTERNS = {"windows first": "wF", "full first": "Fw", "1 in 4 full": "wwwF", "w
 _RNG = np.random.default_rng(0)
 PROMPTS = [_RNG.integers(3, 130, length).tolist() for length in (400, 150)]
 CLOSE = 1e-4  # in log-probability; of values below -10 that part of 10
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in the process that asks it, where its tables can be read
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": "",
-}
 ROUNDED = {"apertus": 3e-2}  # vLLM computes the parameters of xIELU in bfloat16
 WRONG = {  # in vLLM 0.32.0 itself
     "gpt_oss": "on a CPU it gives NaN, with full attention too",
@@ -80,30 +67,6 @@ def cases():
 
 
 @pytest.fixture(scope="session")
-def engine(tmp_path_factory):
-    """A process with vLLM in it: a function from an export's folder to what `engine.run` returns of `PROMPTS`."""
-    log = tmp_path_factory.mktemp("engine") / "log"
-    command = [os.environ["SERVERS_PYTHON"], str(Path(__file__).with_name("engine.py"))]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with (
-        log.open("w") as errors,
-        subprocess.Popen(command, stderr=errors, env=os.environ | ENVIRONMENT, **pipes) as process,
-    ):
-
-        def ask(folder):
-            job = {"folder": str(folder), "prompts": PROMPTS, "new_tokens": NEW}
-            job |= {"length": LENGTH, "batched_tokens": BATCHED}
-            process.stdin.write(json.dumps(job) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-            assert line, log.read_text()[-3000:]
-            return json.loads(line)
-
-        yield ask
-        process.stdin.close()
-
-
-@pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
     """A checkpoint folder of each family, made when it is asked for."""
     made: dict[str, Path] = {}
@@ -115,17 +78,6 @@ def checkpoints(tmp_path_factory):
         return made[family]
 
     return of
-
-
-def difference_of(model, said) -> tuple[float, float]:
-    """The greatest between the log-probabilities of prompts, and the greatest of ours."""
-    differences, largest = [], []
-    for prompt, theirs in zip(PROMPTS, said["logprobs"], strict=True):
-        ours = jax.nn.log_softmax(model(jnp.array([prompt]))[0].astype(jnp.float32))  # [T, V]
-        ours = np.asarray(ours)[np.arange(len(prompt) - 1), prompt[1:]]
-        differences.append(np.abs(ours - theirs).max())
-        largest.append(np.abs(ours).max())
-    return max(differences), max(largest)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +99,8 @@ def test_another_window_or_layer_is_noticed(change, engine, checkpoints, tmp_pat
     if letters := change.get("layer_types"):
         change = {"layer_types": types_of(letters, source.config.num_hidden_layers)}
     write_json(folder / "config.json", read_json(folder / "config.json") | change)
-    assert difference_of(load_model(source.folder, pattern=pattern), engine(folder))[0] > 10 * CLOSE
+    said = engine(folder, PROMPTS, LENGTH, BATCHED)
+    assert difference_of(load_model(source.folder, pattern=pattern), PROMPTS, said)[0] > 10 * CLOSE
 
 
 @pytest.mark.parametrize(("family", "kind"), list(cases()))
@@ -157,10 +110,10 @@ def test_vllm_computes_what_we_do_in_the_memory_that_we_say(family, kind, engine
     pattern = pattern_of(kind, layers)
     folder = export_model(source.folder, tmp_path / "hf", pattern=pattern, server="vllm", canary=False)
     model = load_model(source.folder, pattern=pattern)
-    said = engine(folder)
+    said = engine(folder, PROMPTS, LENGTH, BATCHED)
     assert "refused" not in said, said
 
-    difference, largest = difference_of(model, said)
+    difference, largest = difference_of(model, PROMPTS, said)
     assert difference <= ROUNDED.get(family, CLOSE * max(1, largest / 10))
     assert said["second"] == said["tokens"]
     assert said["tokens"] == generate(model, PROMPTS, max_new_tokens=NEW)
@@ -171,14 +124,8 @@ def test_vllm_computes_what_we_do_in_the_memory_that_we_say(family, kind, engine
     windows = {layer: window if window and window < LENGTH else None for layer, window in windows.items()}
     assert windows == {n: WINDOW_SIZE if kind == WINDOW else None for n, kind in enumerate(pattern.layer_types)}
     memory = Memory(source.config, source.hf_config, LENGTH, "vllm", BATCHED, "cpu")
-    assert memory.blocks.tokens == said["block_tokens"]
-    size = max(len(group["layers"]) for group in said["groups"])
     windowed = sum(group["window"] is not None for group in said["groups"] for _ in group["layers"])
-    for number, batches in enumerate((1, 2)):
-        blocks = memory.blocks._replace(in_flight=batches * BATCHED)
-        entries, _ = grouped_entries(
-            layers - windowed, windowed, max(filter(None, windows.values()), default=LENGTH), LENGTH, blocks
-        )
-        assert entries == size * blocks.tokens * sum(group["granted"][number] for group in said["groups"])
+    window = max(filter(None, windows.values()), default=LENGTH)
+    assert granted_entries(said) == counted_entries(memory, layers - windowed, windowed, window)
     for held in said["held"]:
         assert all(most <= group["granted"][0] for most, group in zip(held, said["groups"], strict=True))
