@@ -256,10 +256,13 @@ def _memory(
     note = []
     if memory.server is not None and memory.batched_tokens is not None:
         name = f"{_called(memory.server)} {SERVERS[memory.server].version}"
+        shared = (
+            "two pools of one proportion" if memory.server == "sglang" else "blocks, to groups of equally many layers"
+        )
         about = (
-            f"{name} allocates memory in blocks, to groups of equally many layers. Its windowed layers also hold the "
-            "tokens of a prompt that are computed at once (--max-num-batched-tokens), of all batches that are planned "
-            "and not yet ended. So a pattern saves less there than in this library."
+            f"{name} allocates memory in {shared}. Its windowed layers also hold the tokens of a prompt that are "
+            "computed at once (--batched-tokens), of all batches that are planned and not yet ended. So a pattern "
+            "saves less there than in this library."
         )
         note.append(html.paragraph(about))
     return [

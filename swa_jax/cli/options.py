@@ -90,7 +90,7 @@ Server = Annotated[
 ServeLength = Annotated[
     int | None, in_serving(metavar="N", help="Tokens of the sequence that is counted. Default: --length.", min=1)
 ]
-BatchedTokens = Annotated[int | None, in_serving(metavar="N", help="Prompt tokens that vLLM computes at once.", min=1)]
+BatchedTokens = Annotated[int | None, in_serving(metavar="N", help="Prompt tokens that it computes at once.", min=1)]
 Device = Annotated[
     str | None, in_serving(metavar="NAME", help="What the server runs on, such as h100, a100, l4, cpu or v5e.")
 ]

@@ -17,9 +17,15 @@ from swa_jax.model.layer_types import WINDOW
 
 def computed(server: str, served) -> list[int | None]:
     """The windows that the server's class gives the layers."""
-    if "--model-impl transformers" in served.command:
-        return server_classes.sglang_by_transformers(served.hf)
     return getattr(server_classes, server.replace("-", "_"))(served.hf)
+
+
+def check_pools(served) -> None:
+    """SGLang frees the layers with a window, and no other, where the table says so; no backend ignores a window."""
+    pools = server_classes.sglang_pools(served.hf, served.command)
+    windowed = [i for i, kind in enumerate(served.pattern.layer_types) if kind == WINDOW]
+    full = [i for i, kind in enumerate(served.pattern.layer_types) if kind != WINDOW]
+    assert pools == ((windowed, full) if windowed and served.runs.frees else None)
 
 
 @pytest.mark.parametrize("server", TARGETS)
@@ -38,6 +44,8 @@ def test_a_server_computes_the_pattern_or_the_export_is_refused(model, server):
             context = hf["max_position_embeddings"]  # a window as long as that is none
             windows = computed(server, served)
             assert [None if w is None or w >= context else w for w in windows] == wanted, name
+            if server == "sglang":
+                check_pools(served)
         again = model_config({**served.hf, "model_type": served.model_type})
         assert again.hidden_size == model_config(hf).hidden_size
     known = server == "transformers" or hf["model_type"] in SERVERS[server].classes
@@ -64,6 +72,13 @@ def test_a_server_computes_the_pattern_or_the_export_is_refused(model, server):
         ("llama-plain", "tpu-inference", "odd", "LlamaForCausalLM"),
         ("llama-plain", "transformers", "odd", "MinistralForCausalLM"),
         ("llama-plain", "sglang", "odd", "TransformersForCausalLM"),
+        ("qwen3-full", "sglang", "odd", "MellumForCausalLM"),
+        ("qwen3-full", "sglang", "full", "Qwen3ForCausalLM"),
+        ("qwen3-hybrid", "sglang", "odd", "TransformersForCausalLM"),  # whose embeddings are tied
+        ("qwen3-moe-full", "sglang", "odd", "MellumForCausalLM"),
+        ("granite-swa-hybrid", "sglang", "odd", "GraniteSWAForCausalLM"),
+        ("olmo2-full", "sglang", "odd", "Olmo2ForCausalLM"),
+        ("vaultgemma-hybrid", "sglang", "even", None),
         ("cohere2-hybrid", "vllm", "own key only", None),  # this class sees a key more than it is told
         ("gemma2-hybrid", "sglang", "odd", None),
         ("gemma2-hybrid", "sglang", "even", "Gemma2ForCausalLM"),
