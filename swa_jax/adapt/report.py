@@ -256,8 +256,8 @@ def _memory(
     note = []
     if memory.server is not None and memory.batched_tokens is not None:
         name = f"{_called(memory.server)} {SERVERS[memory.server].version}"
-        shared = (
-            "two pools of one proportion" if memory.server == "sglang" else "blocks, to groups of equally many layers"
+        shared = {"sglang": "two pools of one proportion"}.get(
+            memory.server, "blocks, to groups of equally many layers"
         )
         about = (
             f"{name} allocates memory in {shared}. Its windowed layers also hold the tokens of a prompt that are "

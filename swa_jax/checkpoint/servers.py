@@ -292,7 +292,7 @@ def _written_for(
     runs: ServerClass, family: Family, hf: HfConfig, config: ModelConfig, pattern: AttentionPattern
 ) -> HfKeys | None:
     """`hf` with the keys by which a class has the windows of a pattern; None if the family cannot say them."""
-    out = expressed(family, hf, pattern)
+    out = expressed(family, hf, pattern, config)
     if out is None and runs.alone:
         out = {**fully(hf), "layer_types": list(pattern.layer_types), "sliding_window": pattern.sliding_window}
     if out is None:
