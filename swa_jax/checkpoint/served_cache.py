@@ -63,8 +63,11 @@ DEVICES = {
         **dict.fromkeys(("l4", "l40s"), Device(4096)),
         **dict.fromkeys(("b200", "mi300x"), Device(16384)),
     },
+    "mlx-lm": {"apple": Device(2048, batches=1)},
 }
-_SIZES = dict.fromkeys(("vllm", "tpu-inference"), "--max-model-len {length} --max-num-batched-tokens {batched}")
+_GROUPING = ("vllm", "tpu-inference")  # servers that plan as vLLM does
+_SIZES = dict.fromkeys(_GROUPING, "--max-model-len {length} --max-num-batched-tokens {batched}")
+_SIZES["mlx-lm"] = "--prefill-step-size {batched}"
 _SIZES["sglang"] = "--context-length {length} --chunked-prefill-size {batched} --swa-full-tokens-ratio {ratio:g}"
 _TPU_SEQUENCES = 256  # `--max-num-seqs` of a server on a TPU, unless it is told otherwise
 
@@ -84,6 +87,8 @@ def _block_tokens(server: str, device: str, length: int) -> int:
     """
     if server == "vllm":
         return 128 if device == "cpu" else 16
+    if server == "mlx-lm":
+        return 256  # `KVCache.step`
     if server == "sglang":
         return 64 if device == "b200" else 1  # where attention is TensorRT-LLM's
     page = 16 if length > 8192 else min(max(_power_of_two(length) // 16, 16), 256)
@@ -193,7 +198,7 @@ class Memory:
         if device not in devices:
             raise ConfigError(f"--device is '{device}'; {self.server} runs on: {', '.join(devices)}")
         object.__setattr__(self, "device", device)
-        least = _block_tokens(str(self.server), device, self.length)
+        least = 16 if self.server == "mlx-lm" else _block_tokens(str(self.server), device, self.length)
         own = max(least, min(devices[device].batched_tokens, self.length // STEPS))
         if self.server == "sglang":
             own -= own % least  # it wants whole pages
@@ -256,8 +261,7 @@ class Memory:
     def better_full_layers(self, pattern: AttentionPattern) -> int | None:
         """The nearest number of full layers that the server groups without much waste; None if it is the pattern's."""
         windowed = pattern.layer_types.count(WINDOW)
-        grouped = self.blocks is not None and self.server != "sglang"
-        if not grouped or not windowed or pattern.sliding_window is None:
+        if self.blocks is None or self.server not in _GROUPING or not windowed or pattern.sliding_window is None:
             return None
         full = pattern.num_layers - windowed
         return better_grouping(full, windowed, pattern.sliding_window, self.length, self.blocks)
@@ -314,8 +318,11 @@ class Memory:
         full, blocks = len(own) - windowed, self.blocks
         assert blocks is not None
         unit = blocks.head_dim_unit
-        if self.server != "sglang":
+        whole = -(-self.length // blocks.tokens) * blocks.tokens
+        if self.server in _GROUPING:
             entries, _ = grouped_entries(full, windowed, pattern.sliding_window, self.length, blocks)
+        elif self.server == "mlx-lm":  # between two parts of a prompt every ring still has the last part
+            entries = whole * full + min((pattern.sliding_window or 0) - 1 + blocks.in_flight, whole) * windowed
         elif runs.frees and full and windowed:
             ratio = pooled_ratio(pattern.sliding_window or 0, self.length, blocks)
             entries = self.length * full + math.ceil(self.length * ratio) * windowed

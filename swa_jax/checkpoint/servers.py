@@ -17,7 +17,6 @@ from swa_jax.base.errors import ConfigError
 from swa_jax.base.settings import nearest
 from swa_jax.checkpoint.families import expressed, fully, inexpressible, model_config, same_model
 from swa_jax.checkpoint.families.common import Family, HfConfig, HfKeys
-from swa_jax.checkpoint.families.rope import rope_keys
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
@@ -27,9 +26,15 @@ class Reads(enum.Enum):
     """How a class finds out which layers have a window."""
 
     LAYER_TYPES = "by layer_types"
+    MIXED = "by layer_types, where some are full"
+    BOTH = "by layer_types, where some are full and some have it"
     EVEN = "layers 0, 2, 4 and so on have it"
     ALIKE = "all layers, or none"
     NEVER = "no layer has one"
+
+
+def _any(config: ModelConfig) -> bool:
+    return True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +45,7 @@ class ServerClass:
       surplus: how many keys more than `sliding_window` says a windowed query sees.
       alone: it reads `layer_types` where transformers' class of that name has no such windows.
       keys: what `config.json` must say besides.
-      old_rope: it reads RoPE from `rope_theta` and `rope_scaling`, as transformers 4 wrote it.
+      spelled: it has defaults of its own, or reads RoPE as transformers 4 wrote it, so that every key is written.
       only: which models of that type it runs right.
       full_flags: of the command that serves it where no layer has a window.
       frees: whether the caches of windowed layers keep the window only, where other layers are full.
@@ -52,8 +57,8 @@ class ServerClass:
     surplus: int = 0
     alone: bool = False
     keys: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    old_rope: bool = False
-    only: Callable[[ModelConfig], bool] = lambda config: True
+    spelled: bool = False
+    only: Callable[[ModelConfig], bool] = _any
     full_flags: str = ""
     frees: bool = True
     pooled: bool = False
@@ -192,13 +197,48 @@ _SGLANG = {
     "cohere": _native("CohereForCausalLM", Reads.NEVER),
     "cohere2": _native("Cohere2ForCausalLM", surplus=1, pooled=True),
     "olmo2": _native("Olmo2ForCausalLM", Reads.NEVER),
-    "olmo3": _native("Olmo2ForCausalLM", only=_rotated_as_olmo3, old_rope=True, frees=False),
+    "olmo3": _native("Olmo2ForCausalLM", only=_rotated_as_olmo3, spelled=True, frees=False),
     "starcoder2": _native("Starcoder2ForCausalLM", Reads.NEVER),
     "apertus": _native("ApertusForCausalLM", Reads.NEVER),
     "gpt_oss": _native("GptOssForCausalLM", only=_untied, full_flags=_NO_POOL),
 }
 # EXAONE 4's own class reads another form of `sliding_window_pattern`, by which it rotates, too.
 _SGLANG |= dict.fromkeys(("exaone4", "smollm3", "ministral", "cwm", "seed_oss"), (_BY_TRANSFORMERS,))
+
+
+def _as_in_mlx(config: ModelConfig) -> bool:
+    """SwiGLU, and a RoPE of all channels that MLX-LM has as Hugging Face has it; others, such as LongRoPE, differ."""
+    scaling = config.rope_scaling
+    if config.partial_rotary_factor != 1 or config.hidden_act != "silu":
+        return False
+    if scaling is None:
+        return True
+    own = scaling.attention_factor, scaling.mscale, scaling.mscale_all_dim
+    return scaling.rope_type in ("llama3", "yarn") and scaling.truncate and not any(own)
+
+
+def _mlx(
+    name: str, reads: Reads, only: Callable[[ModelConfig], bool] = _any, **options: Any
+) -> tuple[ServerClass, ...]:
+    return _native(name, reads, spelled=True, only=lambda config: _as_in_mlx(config) and only(config), **options)
+
+
+# MLX-LM's other classes read another key for windows, or none. SmolLM3's sees them in prompts and not in answers, and
+# Mellum's has experts in every layer.
+_MLX = {
+    "llama": _mlx("llama.Model", Reads.MIXED, alone=True),
+    "mistral": _mlx("llama.Model", Reads.MIXED, alone=True),
+    "mellum": _mlx(
+        "mellum.Model", Reads.MIXED, lambda config: {*config.mlp_kinds} == {"sparse"} and not config.attention_bias
+    ),
+    "olmo2": _mlx("olmo2.Model", Reads.NEVER),
+    "olmo3": _mlx("olmo3.Model", Reads.BOTH, _rotated_as_olmo3),
+    "qwen2": _mlx(
+        "qwen2.Model", Reads.NEVER, lambda config: config.head_dim * config.num_attention_heads == config.hidden_size
+    ),
+    "qwen3": _mlx("qwen3.Model", Reads.NEVER),
+    "smollm3": _mlx("smollm3.Model", Reads.NEVER),
+}
 SERVERS: dict[str, Server] = {
     "vllm": Server("0.33.0", "vllm serve {folder}", _VLLM | _VLLM_BY_TRANSFORMERS),
     "tpu-inference": Server(
@@ -209,6 +249,7 @@ SERVERS: dict[str, Server] = {
         environment="MODEL_IMPL_TYPE=vllm",
     ),
     "sglang": Server("0.5.23", "python -m sglang.launch_server --model-path {folder}", _SGLANG),
+    "mlx-lm": Server("0.32.2", "mlx_lm.server --model {folder}", _MLX),
 }
 TARGETS = ("transformers", *SERVERS)
 
@@ -278,9 +319,11 @@ def _has(runs: ServerClass, pattern: AttentionPattern) -> bool:
     """Whether a class can have the windows of a pattern."""
     windowed = [kind == WINDOW for kind in pattern.layer_types]
     if not any(windowed):
-        return True
+        return runs.reads is not Reads.BOTH
     possible = {
         Reads.LAYER_TYPES: True,
+        Reads.MIXED: not all(windowed),
+        Reads.BOTH: not all(windowed),
         Reads.EVEN: windowed == [layer % 2 == 0 for layer in range(pattern.num_layers)],
         Reads.ALIKE: all(windowed),
         Reads.NEVER: False,
@@ -305,6 +348,6 @@ def _written_for(
             out |= dict(zip(_POOL_KEYS, (True, windowed), strict=True))
     elif runs.reads is Reads.EVEN:  # a window that is longer than any text
         out["sliding_window"] = hf["max_position_embeddings"]
-    if runs.old_rope:
-        out |= {key: value for key, value in rope_keys(config).items() if key != "rope_parameters"}
+    if runs.spelled:
+        out |= family.to_hf(dataclasses.replace(config, model_type=family.model_type))
     return {**out, "architectures": [family.architecture], **runs.keys}

@@ -100,6 +100,29 @@ def sglang(hf):
     return native[architecture](hf)
 
 
+def mlx_lm(hf):
+    """mlx-lm 0.32.2: models/NAME.py, by the model type; `mistral` is llama."""
+    name = {"mistral": "llama"}.get(hf["model_type"], hf["model_type"])
+    scaling = hf.get("rope_scaling") or {"rope_type": "default"}
+    assert "tie_word_embeddings" in hf, "which is true by default"
+    if name == "mellum":
+        assert hf["num_experts"]
+        assert set(hf["mlp_layer_types"]) == {"sparse"}
+        assert {hf["rope_parameters"][kind]["rope_type"] for kind in hf["layer_types"]} <= {"default", "yarn", "llama3"}
+    else:
+        assert hf["rope_theta"]
+        assert scaling["rope_type"] in ("default", "yarn", "llama3")
+    if name in ("olmo2", "qwen2", "qwen3", "smollm3"):
+        return _full(hf)
+    kinds = set(hf.get("layer_types") or ["full_attention"])
+    assert "full_attention" in kinds, "layer_types.index fails"
+    if name == "olmo3":
+        assert "sliding_attention" in kinds, "layer_types.index fails"
+        assert len({rope["rope_theta"] for rope in hf["rope_parameters"].values()} | {hf["rope_theta"]}) == 1
+    assert name in ("llama", "mellum", "olmo3")
+    return _by_layer_types(hf)
+
+
 def sglang_pools(hf, command):
     """The layers of the short pool and of the other one; None where there is one pool (configs/model_config.py)."""
     (architecture,) = hf["architectures"]

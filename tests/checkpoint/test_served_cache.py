@@ -95,7 +95,7 @@ def test_a_prompt_takes_sixteen_steps_at_least(length, batched):
     assert f"{memory.share(pattern):.1%} of what full attention takes, counted in vllm" in memory.describe(pattern)
     assert "a prompt of 64 takes 1 step;" in memory_of("llama-plain", 64, "vllm", 64).steps
     assert memory_of("llama-plain", length).steps == ""
-    with pytest.raises(ConfigError, match="--batched-tokens is of vllm, tpu-inference, sglang"):
+    with pytest.raises(ConfigError, match="--batched-tokens is of vllm, tpu-inference, sglang, mlx-lm"):
         memory_of("llama-plain", length, None, 64)
 
 
@@ -133,6 +133,16 @@ def test_a_sequence_takes_what_the_pools_grant(device, batched, held):
     assert memory.share(pattern) == pytest.approx((1 + (layers - 1) * ratio) / layers, abs=1 / 4096)
     every = AttentionPattern((WINDOW,) * layers, 64)  # a sequence is let in when all of it would fit
     assert memory.share(every) == 1
+
+
+def test_rings_hold_a_part_of_a_prompt():
+    """By hand from `RotatingKVCache._update_concat` of MLX-LM 0.32.2: the window but one, and the part."""
+    memory = memory_of("llama-plain", 4096, "mlx-lm", 512)
+    layers = memory.config.num_hidden_layers
+    pattern = AttentionPattern.from_full_layers([0], layers, 64)
+    assert memory.share(pattern) == pytest.approx((4096 + (layers - 1) * (63 + 512)) / (layers * 4096))
+    assert memory.share(AttentionPattern.from_full_layers([0], layers, 4090)) == 1
+    assert memory.command(memory.served(pattern), "x") == "mlx_lm.server --model x --prefill-step-size 512"
 
 
 def test_whole_pages_are_computed_at_once():
@@ -198,7 +208,7 @@ def test_the_table_in_the_docs_is_what_is_counted():
 def test_a_device_that_is_not_known_is_refused():
     with pytest.raises(ConfigError, match="--device is 'v6e'; vllm runs on: h100, "):
         memory_of("llama-plain", 4096, "vllm", device="v6e")
-    with pytest.raises(ConfigError, match="--device is of vllm, tpu-inference, sglang"):
+    with pytest.raises(ConfigError, match="--device is of vllm, tpu-inference, sglang, mlx-lm"):
         memory_of("llama-plain", 4096, device="h100")
 
 
