@@ -246,9 +246,9 @@ class Memory:
         """What starts the server, with the sizes that windows were counted with; "" where there is none to start."""
         command = served.command.format(folder=folder)
         pattern, blocks = served.pattern, self.blocks
-        if blocks is None or not served.runs.frees or pattern.sliding_window is None:
+        if blocks is None or not served.runs.frees or WINDOW not in pattern.layer_types:
             return command
-        ratio = pooled_ratio(pattern.sliding_window, self.length, blocks)
+        ratio = pooled_ratio(pattern.sliding_window or 0, self.length, blocks)
         sizes = _SIZES[str(self.server)].format(length=self.length, batched=self.batched_tokens, ratio=ratio)
         return f"{command} {sizes}"
 
