@@ -31,7 +31,7 @@ from swa_jax.report.layer_charts import layer_scores_chart
 from swa_jax.report.memory_charts import candidates_chart
 from swa_jax.report.numbers import MEGABYTE, with_interval
 
-PORTS = {"vllm": 8000, "tpu-inference": 8000, "sglang": 30000}  # that the servers listen on by default
+PORTS = {"vllm": 8000, "tpu-inference": 8000, "sglang": 30000}  # that servers which a receipt can ask listen on
 FIGURES = {"right": "answers right", "losses": "loss, nats a token"}
 
 
@@ -256,10 +256,12 @@ def _memory(
     note = []
     if memory.server is not None and memory.batched_tokens is not None:
         name = f"{_called(memory.server)} {SERVERS[memory.server].version}"
+        own = {"sglang": "two pools of one proportion", "mlx-lm": "a ring for each windowed layer"}
+        shared = own.get(memory.server, "blocks, to groups of equally many layers")
         about = (
-            f"{name} allocates memory in blocks, to groups of equally many layers. Its windowed layers also hold the "
-            "tokens of a prompt that are computed at once (--max-num-batched-tokens), of all batches that are planned "
-            "and not yet ended. So a pattern saves less there than in this library."
+            f"{name} allocates memory in {shared}. Its windowed layers also hold the tokens of a prompt that are "
+            "computed at once (--batched-tokens), of all batches that are planned and not yet ended. So a pattern "
+            "saves less there than in this library."
         )
         note.append(html.paragraph(about))
     return [
@@ -271,7 +273,7 @@ def _memory(
 
 def _called(server: str) -> str:
     """A server as it writes itself."""
-    return {"vllm": "vLLM", "sglang": "SGLang"}.get(server, server)
+    return {"vllm": "vLLM", "sglang": "SGLang", "mlx-lm": "MLX-LM"}.get(server, server)
 
 
 def _place(job: Adaptation) -> str:
@@ -403,7 +405,9 @@ def _check_command(job: Adaptation) -> list[str]:
     """The command that compares a running server with the export's receipt; none where there is no receipt."""
     if job.export_folder is None or not (script := job.export_folder / SCRIPT.name).exists():
         return []
-    port = PORTS.get(job.settings.server or "")
+    port = PORTS.get(server := job.settings.server or "")
+    if server in SERVERS and port is None:
+        return []
     return [f"python {shlex.quote(str(script))} " + (f"--url http://localhost:{port}" if port else "--transformers")]
 
 

@@ -6,13 +6,18 @@ sequences and handed out in blocks, so that a pattern may save less there, or no
 vLLM (and tpu-inference, which plans with vLLM's code) sorts the layers into groups of one kind and of equal size, so
 that a block of any group takes the same memory. The size is that of the rarer kind, or of the other kind where that has
 fewer than 1.5 times as many layers; a group that is not full is paid for as if it were (`kv_cache_planning.py` of vLLM
-0.33.0). SGLang keeps a pool for windowed layers for gpt-oss alone.
+0.33.0).
+
+SGLang has a pool for full layers and one for windowed layers, whose sizes stand in one proportion, so that a sequence
+takes what the larger of its two parts asks for (`pool_configurator.py` of SGLang 0.5.23). An export's command sets the
+proportion to what a sequence holds. Where every layer has a window, a sequence is admitted when all of it would fit.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,19 +32,19 @@ from swa_jax.model.pattern import AttentionPattern
 
 WASTE = 1.15  # times what the layers need: from here on a grouping is worth a warning
 STEPS = 16  # at least, in which a prompt is read where nothing is said: in fewer, windows save little
-_SGLANG_RATIO = 0.8  # tokens of the windowed layers' pool to those of the other one: `--swa-full-tokens-ratio`
+_SGLANG_EVICTS = 128  # tokens that have left the window before they are freed: `SGLANG_SWA_EVICTION_INTERVAL`
 
 
 class Device(NamedTuple):
-    """How a server that plans as vLLM does reads prompts on a device, unless it is told otherwise."""
+    """How a server reads prompts on a device, unless it is told otherwise."""
 
-    batched_tokens: int  # of prompts, computed at once: `--max-num-batched-tokens` of `vllm serve`
+    batched_tokens: int  # of prompts, computed at once: `--max-num-batched-tokens`, `--chunked-prefill-size`
     # Where the next batch is planned before the last has ended (async scheduling), windowed layers hold both.
     batches: int = 2
 
 
-# `EngineArgs.get_batch_defaults` and `VllmConfig.max_in_flight_tokens`. The first device is meant where none is named.
-# A GPU that is not here: of 160 GiB or more as b200, of 70 or more as h100, of less as l4.
+# `EngineArgs.get_batch_defaults` and `VllmConfig.max_in_flight_tokens`; `memory_hook.py` of SGLang. The first device is
+# meant where none is named. A GPU that is not here: of 160 GiB or more as b200, of 70 or more as h100, of less as l4.
 DEVICES = {
     "vllm": {
         "h100": Device(8192),
@@ -53,7 +58,17 @@ DEVICES = {
         "cpu": Device(2048, batches=1),
     },
     "tpu-inference": {"v6e": Device(1024), "v5e": Device(512), "v5p": Device(256), "v7x": Device(2048)},
+    "sglang": {
+        **dict.fromkeys(("h100", "h200", "a100", "gb10"), Device(8192)),
+        **dict.fromkeys(("l4", "l40s"), Device(4096)),
+        **dict.fromkeys(("b200", "mi300x"), Device(16384)),
+    },
+    "mlx-lm": {"apple": Device(2048, batches=1)},
 }
+_GROUPING = ("vllm", "tpu-inference")  # servers that plan as vLLM does
+_SIZES = dict.fromkeys(_GROUPING, "--max-model-len {length} --max-num-batched-tokens {batched}")
+_SIZES["mlx-lm"] = "--prefill-step-size {batched}"
+_SIZES["sglang"] = "--context-length {length} --chunked-prefill-size {batched} --swa-full-tokens-ratio {ratio:g}"
 _TPU_SEQUENCES = 256  # `--max-num-seqs` of a server on a TPU, unless it is told otherwise
 
 
@@ -72,6 +87,10 @@ def _block_tokens(server: str, device: str, length: int) -> int:
     """
     if server == "vllm":
         return 128 if device == "cpu" else 16
+    if server == "mlx-lm":
+        return 256  # `KVCache.step`
+    if server == "sglang":
+        return 64 if device == "b200" else 1  # where attention is TensorRT-LLM's
     page = 16 if length > 8192 else min(max(_power_of_two(length) // 16, 16), 256)
     return max(page, _power_of_two(-(-length // (2**17 // _TPU_SEQUENCES))))
 
@@ -108,6 +127,14 @@ def grouped_entries(full: int, windowed: int, window: int | None, length: int, b
         # A window need not begin where a block does.
         short = -(-min(window - 1 + blocks.in_flight, length) // blocks.tokens) + 1
     return groups.layers * blocks.tokens * (groups.full * whole + groups.windowed * short), groups
+
+
+def pooled_ratio(window: int, length: int, blocks: Blocks) -> float:
+    """The tokens that SGLang's windowed layers hold of a sequence of `length` tokens, a share of all its tokens.
+
+    `compute_swa_request_cap`: the window before the query, what is not freed yet, three pages, and the batches.
+    """
+    return _ceil(min(window - 1 + _SGLANG_EVICTS + 3 * blocks.tokens + blocks.in_flight, length) / length)
 
 
 def better_grouping(full: int, windowed: int, window: int, length: int, blocks: Blocks) -> int | None:
@@ -165,16 +192,16 @@ class Memory:
         if devices is None:
             for option, given in (("--batched-tokens", self.batched_tokens), ("--device", self.device)):
                 if given is not None:
-                    raise ConfigError(
-                        f"{option} is of {' and '.join(DEVICES)}, whose caches depend on it: leave it out"
-                    )
+                    raise ConfigError(f"{option} is of {', '.join(DEVICES)}, whose caches depend on it: leave it out")
             return
         device = next(iter(devices)) if self.device is None else self.device
         if device not in devices:
             raise ConfigError(f"--device is '{device}'; {self.server} runs on: {', '.join(devices)}")
         object.__setattr__(self, "device", device)
-        least = _block_tokens(str(self.server), device, self.length)
+        least = 16 if self.server == "mlx-lm" else _block_tokens(str(self.server), device, self.length)
         own = max(least, min(devices[device].batched_tokens, self.length // STEPS))
+        if self.server == "sglang":
+            own -= own % least  # it wants whole pages
         object.__setattr__(self, "batched_tokens", self.batched_tokens or own)
 
     @property
@@ -212,14 +239,18 @@ class Memory:
         if WINDOW not in pattern.layer_types:
             return ""
         share = f"takes {self.share(pattern):.1%} of what full attention takes, counted {self.place}."
-        return f"The cache of a sequence of {self.length} tokens {share} {self.steps}".strip()
+        steps = self.steps if self.frees(pattern) else ""
+        return f"The cache of a sequence of {self.length} tokens {share} {steps}".strip()
 
     def command(self, served: Served, folder: str | Path) -> str:
         """What starts the server, with the sizes that windows were counted with; "" where there is none to start."""
         command = served.command.format(folder=folder)
-        if self.batched_tokens is None or WINDOW not in served.pattern.layer_types:
+        pattern, blocks = served.pattern, self.blocks
+        if blocks is None or not served.runs.frees or WINDOW not in pattern.layer_types:
             return command
-        return f"{command} --max-model-len {self.length} --max-num-batched-tokens {self.batched_tokens}"
+        ratio = pooled_ratio(pattern.sliding_window or 0, self.length, blocks)
+        sizes = _SIZES[str(self.server)].format(length=self.length, batched=self.batched_tokens, ratio=ratio)
+        return f"{command} {sizes}"
 
     def notes(self, served: Served, folder: str | Path) -> list[str]:
         """What a user should know of an export in `folder`: who runs it, what its cache takes, what starts it."""
@@ -230,7 +261,7 @@ class Memory:
     def better_full_layers(self, pattern: AttentionPattern) -> int | None:
         """The nearest number of full layers that the server groups without much waste; None if it is the pattern's."""
         windowed = pattern.layer_types.count(WINDOW)
-        if self.blocks is None or not windowed or pattern.sliding_window is None:
+        if self.blocks is None or self.server not in _GROUPING or not windowed or pattern.sliding_window is None:
             return None
         full = pattern.num_layers - windowed
         return better_grouping(full, windowed, pattern.sliding_window, self.length, self.blocks)
@@ -242,6 +273,10 @@ class Memory:
     def runs(self, pattern: AttentionPattern) -> bool:
         """Whether the server can run a pattern; much quicker than `served`."""
         return self.server is None or self._class(pattern) is not None
+
+    def frees(self, pattern: AttentionPattern) -> bool:
+        """Whether the server frees what windowed layers no longer need."""
+        return self.server is None or (runs := self._class(pattern)) is None or runs.frees
 
     def _class(self, pattern: AttentionPattern) -> ServerClass | None:
         assert self.server is not None
@@ -280,12 +315,17 @@ class Memory:
             return cache_bytes(self.config, pattern, 1, self.length, 2)
         own = [layer for layer, source in enumerate(self.config.kv_sources) if layer == source]
         windowed = sum(pattern.layer_types[layer] == WINDOW for layer in own)
-        full, unit = len(own) - windowed, 1
-        if blocks := self.blocks:
+        full, blocks = len(own) - windowed, self.blocks
+        assert blocks is not None
+        unit = blocks.head_dim_unit
+        whole = -(-self.length // blocks.tokens) * blocks.tokens
+        if self.server in _GROUPING:
             entries, _ = grouped_entries(full, windowed, pattern.sliding_window, self.length, blocks)
-            unit = blocks.head_dim_unit
-        elif runs.frees and full:
-            entries = round(self.length * (full + _SGLANG_RATIO * windowed))
+        elif self.server == "mlx-lm":  # between two parts of a prompt every ring still has the last part
+            entries = whole * full + min((pattern.sliding_window or 0) - 1 + blocks.in_flight, whole) * windowed
+        elif runs.frees and full and windowed:
+            ratio = pooled_ratio(pattern.sliding_window or 0, self.length, blocks)
+            entries = self.length * full + math.ceil(self.length * ratio) * windowed
         else:
             entries = self.length * len(own)
         shapes = [self.config.head_shapes[layer] for layer in own]
@@ -310,7 +350,7 @@ def most_within(memory: Memory, budget: float, most: int, make: Callable[[int], 
     windowed = [pattern for pattern in candidates if set(pattern.layer_types) != {FULL}]
     for pattern in sorted(windowed, key=memory.at_least):
         if memory.runs(pattern):
-            raise BudgetError(budget, memory.share(pattern), memory)
+            raise BudgetError(budget, memory.share(pattern), memory, memory.frees(pattern))
     memory.served(windowed[0])
     raise AssertionError("what a server does not run, it refuses")
 
@@ -318,11 +358,11 @@ def most_within(memory: Memory, budget: float, most: int, make: Callable[[int], 
 class BudgetError(ConfigError):
     """No pattern takes as little memory as was asked for."""
 
-    def __init__(self, budget: float, smallest: float, memory: Memory):
+    def __init__(self, budget: float, smallest: float, memory: Memory, frees: bool):
         self.smallest = smallest
         super().__init__(
             f"--kv-budget {budget:g} cannot be met: {memory.place}, the cache of a sequence of {memory.length} tokens "
-            f"takes at least {_ceil(smallest):g} of full attention's{_advice(memory, smallest)}"
+            f"takes at least {_ceil(smallest):g} of full attention's{_advice(memory, frees)}"
         )
 
 
@@ -331,12 +371,12 @@ def _ceil(share: float) -> float:
     return -(-share * 1000 // 1) / 1000
 
 
-def _advice(memory: Memory, smallest: float) -> str:
+def _advice(memory: Memory, frees: bool) -> str:
+    if not frees:
+        return ". It computes the windows of this model, but keeps the caches of windowed layers whole"
     if memory.batched_tokens is not None:
         return (
             ". Windowed layers also hold the tokens of a prompt that are computed at once: take a smaller --window, a "
             "smaller --batched-tokens, or longer sequences (--serve-length)"
         )
-    if memory.server in SERVERS and smallest >= 1:
-        return ". It computes the windows of this model, but keeps the caches of windowed layers whole"
     return ": take a smaller --window, or longer sequences (--serve-length)"

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.settings import nearest
 from swa_jax.checkpoint.families import expressed, fully, inexpressible, model_config, same_model
 from swa_jax.checkpoint.families.common import Family, HfConfig, HfKeys
+from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
@@ -25,9 +26,15 @@ class Reads(enum.Enum):
     """How a class finds out which layers have a window."""
 
     LAYER_TYPES = "by layer_types"
+    MIXED = "by layer_types, where some are full"
+    BOTH = "by layer_types, where some are full and some have it"
     EVEN = "layers 0, 2, 4 and so on have it"
     ALIKE = "all layers, or none"
     NEVER = "no layer has one"
+
+
+def _any(config: ModelConfig) -> bool:
+    return True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +45,11 @@ class ServerClass:
       surplus: how many keys more than `sliding_window` says a windowed query sees.
       alone: it reads `layer_types` where transformers' class of that name has no such windows.
       keys: what `config.json` must say besides.
-      flags: of the command that serves it.
+      spelled: it has defaults of its own, or reads RoPE as transformers 4 wrote it, so that every key is written.
+      only: which models of that type it runs right.
+      full_flags: of the command that serves it where no layer has a window.
       frees: whether the caches of windowed layers keep the window only, where other layers are full.
+      pooled: it frees where `is_hybrid_swa` and `hybrid_layer_pattern` (1 for a window, 0 for none) say so.
     """
 
     name: str
@@ -47,8 +57,11 @@ class ServerClass:
     surplus: int = 0
     alone: bool = False
     keys: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    flags: str = ""
+    spelled: bool = False
+    only: Callable[[ModelConfig], bool] = _any
+    full_flags: str = ""
     frees: bool = True
+    pooled: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,13 +147,98 @@ _VLLM_BY_TRANSFORMERS = {
     "vaultgemma": _native("TransformersForCausalLM"),
     "mellum": _native("TransformersMoEForCausalLM"),
 }
-# SGLang counts the keys before the query's own. Most of its classes take one off. Cohere's, and the one that runs
-# models of transformers, take `sliding_window` as it is, and leave it to FlashAttention to mind it. Only gpt-oss frees
-# what windowed layers no longer need.
-_FA3 = "--attention-backend fa3"
-_SGLANG_BY_TRANSFORMERS = _native(
-    "TransformersForCausalLM", surplus=1, flags=f"--model-impl transformers {_FA3}", frees=False
+
+
+def _unbiased(config: ModelConfig) -> bool:
+    return not (config.attention_bias or config.attention_out_bias or config.mlp_bias)
+
+
+def _untied(config: ModelConfig) -> bool:
+    return not config.tie_word_embeddings
+
+
+def _rotated_as_olmo3(config: ModelConfig) -> bool:
+    """One theta for all layers, and its scaling in full layers alone."""
+    if config.rope_layers:
+        return config.local_rope_theta == config.rope_theta
+    return config.rope_scaling is None
+
+
+# SGLang counts the keys before the query's own. Most of its classes take one off; Cohere's, and the one that runs
+# models of transformers, take `sliding_window` as it is. The latter runs by its own name, without a flag that may be
+# forgotten; it leaves VaultGemma's softcap out. Qwen3-MoE's class, which Mellum's follows, and gpt-oss's always have an
+# output matrix of their own. A model that SGLang knows by its name as one with windows does not start without one,
+# unless it is told so. Gemma's and OLMo's caches it keeps whole by their names, whatever `config.json` says.
+_BY_TRANSFORMERS = ServerClass(
+    "TransformersForCausalLM",
+    Reads.LAYER_TYPES,
+    surplus=1,
+    keys={"architectures": ["TransformersForCausalLM"]},
+    pooled=True,
 )
+_POOL_KEYS = ("is_hybrid_swa", "hybrid_layer_pattern")
+_NO_POOL = "--disable-hybrid-swa-memory"
+_SGLANG = {
+    "llama": _native("LlamaForCausalLM", Reads.NEVER),
+    "mistral": _native("MistralForCausalLM", Reads.NEVER),
+    "qwen2": (*_native("Qwen2ForCausalLM", Reads.NEVER), _BY_TRANSFORMERS),
+    # With a matrix of its own it runs as Mellum, in a class of SGLang's own.
+    "qwen3": (
+        *_native("Qwen3ForCausalLM", Reads.NEVER),
+        dataclasses.replace(_BY_TRANSFORMERS, only=lambda config: config.tie_word_embeddings),
+    ),
+    "qwen3_moe": _native("Qwen3MoeForCausalLM", Reads.NEVER, only=_untied),
+    "mellum": _native("MellumForCausalLM", only=_untied, full_flags=_NO_POOL),
+    "gemma2": _native("Gemma2ForCausalLM", Reads.EVEN, frees=False),
+    "gemma3_text": _native("Gemma3ForCausalLM", frees=False),
+    "granite": _native("GraniteForCausalLM", Reads.NEVER, only=_unbiased),
+    "granite_swa": _native("GraniteSWAForCausalLM", only=_unbiased, full_flags=_NO_POOL),
+    "phi3": _native("Phi3ForCausalLM", Reads.NEVER),
+    "cohere": _native("CohereForCausalLM", Reads.NEVER),
+    "cohere2": _native("Cohere2ForCausalLM", surplus=1, pooled=True),
+    "olmo2": _native("Olmo2ForCausalLM", Reads.NEVER),
+    "olmo3": _native("Olmo2ForCausalLM", only=_rotated_as_olmo3, spelled=True, frees=False),
+    "starcoder2": _native("Starcoder2ForCausalLM", Reads.NEVER),
+    "apertus": _native("ApertusForCausalLM", Reads.NEVER),
+    "gpt_oss": _native("GptOssForCausalLM", only=_untied, full_flags=_NO_POOL),
+}
+# EXAONE 4's own class reads another form of `sliding_window_pattern`, by which it rotates, too.
+_SGLANG |= dict.fromkeys(("exaone4", "smollm3", "ministral", "cwm", "seed_oss"), (_BY_TRANSFORMERS,))
+
+
+def _as_in_mlx(config: ModelConfig) -> bool:
+    """SwiGLU, and a RoPE of all channels that MLX-LM has as Hugging Face has it; others, such as LongRoPE, differ."""
+    scaling = config.rope_scaling
+    if config.partial_rotary_factor != 1 or config.hidden_act != "silu":
+        return False
+    if scaling is None:
+        return True
+    own = scaling.attention_factor, scaling.mscale, scaling.mscale_all_dim
+    return scaling.rope_type in ("llama3", "yarn") and scaling.truncate and not any(own)
+
+
+def _mlx(
+    name: str, reads: Reads, only: Callable[[ModelConfig], bool] = _any, **options: Any
+) -> tuple[ServerClass, ...]:
+    return _native(name, reads, spelled=True, only=lambda config: _as_in_mlx(config) and only(config), **options)
+
+
+# MLX-LM's other classes read another key for windows, or none. SmolLM3's sees them in prompts and not in answers, and
+# Mellum's has experts in every layer.
+_MLX = {
+    "llama": _mlx("llama.Model", Reads.MIXED, alone=True),
+    "mistral": _mlx("llama.Model", Reads.MIXED, alone=True),
+    "mellum": _mlx(
+        "mellum.Model", Reads.MIXED, lambda config: {*config.mlp_kinds} == {"sparse"} and not config.attention_bias
+    ),
+    "olmo2": _mlx("olmo2.Model", Reads.NEVER),
+    "olmo3": _mlx("olmo3.Model", Reads.BOTH, _rotated_as_olmo3),
+    "qwen2": _mlx(
+        "qwen2.Model", Reads.NEVER, lambda config: config.head_dim * config.num_attention_heads == config.hidden_size
+    ),
+    "qwen3": _mlx("qwen3.Model", Reads.NEVER),
+    "smollm3": _mlx("smollm3.Model", Reads.NEVER),
+}
 SERVERS: dict[str, Server] = {
     "vllm": Server("0.33.0", "vllm serve {folder}", _VLLM | _VLLM_BY_TRANSFORMERS),
     "tpu-inference": Server(
@@ -150,31 +248,8 @@ SERVERS: dict[str, Server] = {
         _VLLM,
         environment="MODEL_IMPL_TYPE=vllm",
     ),
-    "sglang": Server(
-        "0.5.10",
-        "python -m sglang.launch_server --model-path {folder}",
-        {
-            "llama": _native("LlamaForCausalLM", Reads.NEVER),
-            "mistral": _native("MistralForCausalLM", Reads.NEVER),
-            "qwen2": _native("Qwen2ForCausalLM", Reads.NEVER) + _SGLANG_BY_TRANSFORMERS,
-            "qwen3": _native("Qwen3ForCausalLM", Reads.NEVER) + _SGLANG_BY_TRANSFORMERS,
-            "gemma2": _native("Gemma2ForCausalLM", Reads.EVEN, frees=False),
-            "gemma3_text": _native("Gemma3ForCausalLM", frees=False),
-            "granite": _native("GraniteForCausalLM", Reads.NEVER),
-            "phi3": _native("Phi3ForCausalLM", Reads.NEVER),
-            "cohere": _native("CohereForCausalLM", Reads.NEVER),
-            "cohere2": _native("Cohere2ForCausalLM", surplus=1, flags=_FA3, frees=False),
-            # Its own class reads another form of `sliding_window_pattern`, by which it rotates, too.
-            "exaone4": _SGLANG_BY_TRANSFORMERS,
-            "olmo2": _native("Olmo2ForCausalLM", Reads.NEVER),
-            "starcoder2": _native("Starcoder2ForCausalLM", Reads.NEVER),
-            "apertus": _native("ApertusForCausalLM", Reads.NEVER),
-            "gpt_oss": _native("GptOssForCausalLM"),
-        }
-        | dict.fromkeys(
-            ("olmo3", "smollm3", "ministral", "cwm", "seed_oss", "vaultgemma", "mellum"), _SGLANG_BY_TRANSFORMERS
-        ),
-    ),
+    "sglang": Server("0.5.23", "python -m sglang.launch_server --model-path {folder}", _SGLANG),
+    "mlx-lm": Server("0.32.2", "mlx_lm.server --model {folder}", _MLX),
 }
 TARGETS = ("transformers", *SERVERS)
 
@@ -228,12 +303,14 @@ def find_served(server: str, hf: HfConfig, pattern: AttentionPattern) -> Served 
                 runs = ServerClass(family.architecture, Reads.LAYER_TYPES)
                 return Served(out, family.model_type, pattern, runs, "")
             continue
-        able = [runs for runs in SERVERS[server].classes.get(family.model_type, ()) if _has(runs, pattern)]
+        classes = SERVERS[server].classes.get(family.model_type, ())
+        able = [runs for runs in classes if _has(runs, pattern) and runs.only(config)]
         if not able or expressed(family, described, full, config) is None:
             continue  # another model
         for runs in able:
-            if (out := _written_for(runs, family, described, pattern)) is not None:
-                command = f"{SERVERS[server].environment} {SERVERS[server].command} {runs.flags}".strip()
+            if (out := _written_for(runs, family, described, config, pattern)) is not None:
+                flags = "" if WINDOW in pattern.layer_types else runs.full_flags
+                command = f"{SERVERS[server].environment} {SERVERS[server].command} {flags}".strip()
                 return Served(out, family.model_type, pattern, runs, command)
     return None
 
@@ -242,9 +319,11 @@ def _has(runs: ServerClass, pattern: AttentionPattern) -> bool:
     """Whether a class can have the windows of a pattern."""
     windowed = [kind == WINDOW for kind in pattern.layer_types]
     if not any(windowed):
-        return True
+        return runs.reads is not Reads.BOTH
     possible = {
         Reads.LAYER_TYPES: True,
+        Reads.MIXED: not all(windowed),
+        Reads.BOTH: not all(windowed),
         Reads.EVEN: windowed == [layer % 2 == 0 for layer in range(pattern.num_layers)],
         Reads.ALIKE: all(windowed),
         Reads.NEVER: False,
@@ -252,15 +331,23 @@ def _has(runs: ServerClass, pattern: AttentionPattern) -> bool:
     return possible and (pattern.sliding_window or 0) > runs.surplus
 
 
-def _written_for(runs: ServerClass, family: Family, hf: HfConfig, pattern: AttentionPattern) -> HfKeys | None:
+def _written_for(
+    runs: ServerClass, family: Family, hf: HfConfig, config: ModelConfig, pattern: AttentionPattern
+) -> HfKeys | None:
     """`hf` with the keys by which a class has the windows of a pattern; None if the family cannot say them."""
-    out = expressed(family, hf, pattern)
+    out = expressed(family, hf, pattern, config)
     if out is None and runs.alone:
         out = {**fully(hf), "layer_types": list(pattern.layer_types), "sliding_window": pattern.sliding_window}
     if out is None:
         return None
+    out = {key: value for key, value in out.items() if key not in _POOL_KEYS}  # another export may have left them
     if WINDOW in pattern.layer_types:
         out["sliding_window"] -= runs.surplus
+        if runs.pooled:
+            windowed = [int(kind == WINDOW) for kind in pattern.layer_types]
+            out |= dict(zip(_POOL_KEYS, (True, windowed), strict=True))
     elif runs.reads is Reads.EVEN:  # a window that is longer than any text
         out["sliding_window"] = hf["max_position_embeddings"]
-    return {**out, **runs.keys}
+    if runs.spelled:
+        out |= family.to_hf(dataclasses.replace(config, model_type=family.model_type))
+    return {**out, "architectures": [family.architecture], **runs.keys}

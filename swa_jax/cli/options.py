@@ -85,7 +85,9 @@ Json = Annotated[bool, in_output("--json", help="Print JSON, not tables; all els
 BatchSize = Annotated[int, in_running(metavar="N", help="Sequences computed at once.", min=1)]
 Server = Annotated[
     str | None,
-    in_serving("--for", metavar="SERVER", help="Count the cache as in transformers, vllm, tpu-inference or sglang."),
+    in_serving(
+        "--for", metavar="SERVER", help="Count the cache as in transformers, vllm, tpu-inference, sglang, mlx-lm."
+    ),
 ]
 ServeLength = Annotated[
     int | None, in_serving(metavar="N", help="Tokens of the sequence that is counted. Default: --length.", min=1)

@@ -126,7 +126,7 @@ def _caches(
         except ConfigError as error:
             yield where | {"refused": str(error).split("; ")[0]}
             continue
-        steps = memory.steps if WINDOW in pattern.layer_types else ""
+        steps = memory.steps if WINDOW in pattern.layer_types and memory.frees(pattern) else ""
         better = memory.better_full_layers(pattern)
         yield (
             where

@@ -75,27 +75,65 @@ def tpu_inference(hf):
 
 
 def sglang(hf):
-    """sglang 0.5.10; a native class unless its flags say otherwise. Windows count the query's own key."""
+    """sglang 0.5.23. Windows count the query's own key."""
     (architecture,) = hf["architectures"]
-    plain = ["Llama", "Mistral", "Qwen2", "Qwen3", "Granite", "Phi3", "Cohere", "Starcoder2", "Apertus"]
+    if architecture in ("Olmo3ForCausalLM", "Olmo2ForCausalLM") and hf["model_type"] == "olmo3":
+        architecture = "Olmo2ForCausalLM"  # configs/olmo3.py
+        rope, windowed = (hf["rope_parameters"][kind] for kind in ("full_attention", "sliding_attention"))
+        # It reads RoPE from elsewhere: one theta, and its scaling in full layers alone.
+        assert rope["rope_theta"] == windowed["rope_theta"] == hf["rope_theta"]
+        assert rope["rope_type"] == (hf["rope_scaling"] or windowed)["rope_type"]
+        assert windowed["rope_type"] == "default"
+    plain = ["Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Granite", "Phi3", "Cohere", "Starcoder2", "Apertus"]
     native = dict.fromkeys((f"{name}ForCausalLM" for name in plain), _full) | {
         "Olmo2ForCausalLM": lambda hf: _by_layer_types(hf) if "sliding_window" in hf else _full(hf),
         "Gemma2ForCausalLM": lambda hf: _even(hf) if hf.get("sliding_window") else _full(hf),
         "Gemma3ForCausalLM": _by_layer_types,
         "GptOssForCausalLM": _by_layer_types,
+        "MellumForCausalLM": _by_layer_types,
+        "GraniteSWAForCausalLM": _by_layer_types,
         "Cohere2ForCausalLM": lambda hf: _by_layer_types(hf, surplus=1),
-        "Exaone4ForCausalLM": lambda hf: (
-            [
-                hf["sliding_window"] if (layer + 1) % len(hf["sliding_window_pattern"]) else None
-                for layer in range(hf["num_hidden_layers"])
-            ]
-            if hf.get("sliding_window_pattern")
-            else _full(hf)
-        ),
+        "TransformersForCausalLM": lambda hf: _by_layer_types(hf, surplus=1),
     }
+    if architecture in ("Qwen3MoeForCausalLM", "MellumForCausalLM", "GptOssForCausalLM"):
+        assert not hf.get("tie_word_embeddings"), "nothing is loaded into the output matrix"
     return native[architecture](hf)
 
 
-def sglang_by_transformers(hf):
-    """sglang 0.5.10 with `--model-impl transformers`: `sliding_window` keys before the query's own."""
-    return _by_layer_types(hf, surplus=1)
+def mlx_lm(hf):
+    """mlx-lm 0.32.2: models/NAME.py, by the model type; `mistral` is llama."""
+    name = {"mistral": "llama"}.get(hf["model_type"], hf["model_type"])
+    scaling = hf.get("rope_scaling") or {"rope_type": "default"}
+    assert "tie_word_embeddings" in hf, "which is true by default"
+    if name == "mellum":
+        assert hf["num_experts"]
+        assert set(hf["mlp_layer_types"]) == {"sparse"}
+        assert {hf["rope_parameters"][kind]["rope_type"] for kind in hf["layer_types"]} <= {"default", "yarn", "llama3"}
+    else:
+        assert hf["rope_theta"]
+        assert scaling["rope_type"] in ("default", "yarn", "llama3")
+    if name in ("olmo2", "qwen2", "qwen3", "smollm3"):
+        return _full(hf)
+    kinds = set(hf.get("layer_types") or ["full_attention"])
+    assert "full_attention" in kinds, "layer_types.index fails"
+    if name == "olmo3":
+        assert "sliding_attention" in kinds, "layer_types.index fails"
+        assert len({rope["rope_theta"] for rope in hf["rope_parameters"].values()} | {hf["rope_theta"]}) == 1
+    assert name in ("llama", "mellum", "olmo3")
+    return _by_layer_types(hf)
+
+
+def sglang_pools(hf, command):
+    """The layers of the short pool and of the other one; None where there is one pool (configs/model_config.py)."""
+    (architecture,) = hf["architectures"]
+    if architecture.removesuffix("ForCausalLM") in ("Gemma2", "Gemma3", "Olmo2", "Olmo3", "Exaone4"):
+        return None  # arg_groups/model_overrides
+    named = architecture in ("GptOssForCausalLM", "GraniteSWAForCausalLM", "MellumForCausalLM")
+    if "--disable-hybrid-swa-memory" in command or not (named or hf.get("is_hybrid_swa")):
+        return None
+    if named:
+        short = [kind == "sliding_attention" for kind in hf["layer_types"]]
+    else:
+        short = [kind == 1 for kind in hf["hybrid_layer_pattern"]]
+    assert any(short), "Hybrid SWA model must have at least one SWA layer"
+    return [i for i, one in enumerate(short) if one], [i for i, one in enumerate(short) if not one]

@@ -9,7 +9,7 @@ from command_line import run
 from golden_models import GOLDEN, hf_of
 
 from swa_jax.base.errors import ConfigError
-from swa_jax.checkpoint.families import model_config
+from swa_jax.checkpoint.families import hf_pattern, model_config
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.served_cache import (
     DEVICES,
@@ -63,7 +63,7 @@ def test_one_full_layer_more_may_cost_much():
 def test_the_verb_prints_bytes_here_and_as_served(tmp_path):
     checkpoint = import_model(GOLDEN / "qwen3-full", tmp_path / "checkpoint")
     text = run("pattern", "interleave-1-in-2", "--model", checkpoint, "--length", "100000")
-    for name in ("here", "vllm 0.33.0", "sglang 0.5.10", "tpu-inference 0.32.0"):
+    for name in ("here", "vllm 0.33.0", "sglang 0.5.23", "tpu-inference 0.32.0"):
         assert name in text
     assert "cannot run this pattern" in text  # tpu-inference: Qwen 3 in part
     sinks = run("pattern", "streaming", "--model", checkpoint, "--length", "100000")
@@ -94,9 +94,9 @@ def test_a_prompt_takes_sixteen_steps_at_least(length, batched):
     assert said in memory.describe(pattern)
     assert f"{memory.share(pattern):.1%} of what full attention takes, counted in vllm" in memory.describe(pattern)
     assert "a prompt of 64 takes 1 step;" in memory_of("llama-plain", 64, "vllm", 64).steps
-    assert memory_of("llama-plain", length).steps == memory_of("llama-plain", length, "sglang").steps == ""
-    with pytest.raises(ConfigError, match="--batched-tokens is of vllm and tpu-inference"):
-        memory_of("llama-plain", length, "sglang", 64)
+    assert memory_of("llama-plain", length).steps == ""
+    with pytest.raises(ConfigError, match="--batched-tokens is of vllm, tpu-inference, sglang, mlx-lm"):
+        memory_of("llama-plain", length, None, 64)
 
 
 def test_the_verb_counts_as_a_budget_does(tmp_path):
@@ -108,10 +108,56 @@ def test_the_verb_counts_as_a_budget_does(tmp_path):
     for batched in (None, 256, 8192):
         text = run(*words, *(() if batched is None else ("--batched-tokens", batched)))
         for server in ("vllm", "sglang", None):
-            memory = memory_of("llama-plain", 1024, server, batched if server == "vllm" else None)
+            memory = memory_of("llama-plain", 1024, server, batched if server else None)
             line = next(line for line in text.splitlines() if line.strip().startswith(server or "here"))
             assert line.endswith(f"{memory.share(pattern):.1%}")
         assert f"at {batched or 64} batched tokens" in text
+
+
+# ---- SGLang's two pools ----
+
+
+@pytest.mark.parametrize(
+    ("device", "batched", "held"),
+    [("h100", 256, 63 + 128 + 3 + 512), ("b200", 256, 63 + 128 + 3 * 64 + 512), ("l4", 4096, 4096), (None, None, 706)],
+)
+def test_a_sequence_takes_what_the_pools_grant(device, batched, held):
+    """By hand from `compute_swa_request_cap` and `_solve_pool_sizes` of SGLang 0.5.23."""
+    memory = memory_of("llama-plain", 4096, "sglang", batched, device)
+    layers = memory.config.num_hidden_layers
+    pattern = AttentionPattern.from_full_layers([0], layers, 64)
+    said = memory.command(memory.served(pattern), "folder")
+    assert f"--context-length 4096 --chunked-prefill-size {memory.batched_tokens} --swa-full" in said
+    ratio = float(said.split("--swa-full-tokens-ratio ")[1])
+    assert 4096 * (ratio - 0.001) < held <= 4096 * ratio
+    assert memory.share(pattern) == pytest.approx((1 + (layers - 1) * ratio) / layers, abs=1 / 4096)
+    every = AttentionPattern((WINDOW,) * layers, 64)  # a sequence is let in when all of it would fit
+    assert memory.share(every) == 1
+
+
+def test_rings_hold_a_part_of_a_prompt():
+    """By hand from `RotatingKVCache._update_concat` of MLX-LM 0.32.2: the window but one, and the part."""
+    memory = memory_of("llama-plain", 4096, "mlx-lm", 512)
+    layers = memory.config.num_hidden_layers
+    pattern = AttentionPattern.from_full_layers([0], layers, 64)
+    assert memory.share(pattern) == pytest.approx((4096 + (layers - 1) * (63 + 512)) / (layers * 4096))
+    assert memory.share(AttentionPattern.from_full_layers([0], layers, 4090)) == 1
+    assert memory.command(memory.served(pattern), "x") == "mlx_lm.server --model x --prefill-step-size 512"
+
+
+def test_whole_pages_are_computed_at_once():
+    assert memory_of("llama-plain", 5000, "sglang", device="b200").batched_tokens == 256
+
+
+def test_a_class_that_keeps_whole_caches_says_so():
+    memory = memory_of("gemma3-hybrid", 4096, "sglang")
+    pattern = hf_pattern(hf_of("gemma3-hybrid"))
+    assert memory.share(pattern) == 1
+    assert "whole" in memory.served(pattern).describe("sglang")
+    assert "steps" not in memory.describe(pattern)
+    assert "--swa-full" not in memory.command(memory.served(pattern), "folder")
+    with pytest.raises(BudgetError, match="keeps the caches of windowed layers whole"):
+        most_within(memory, 0.5, 0, lambda _: pattern)
 
 
 # ---- a budget ----
@@ -162,8 +208,8 @@ def test_the_table_in_the_docs_is_what_is_counted():
 def test_a_device_that_is_not_known_is_refused():
     with pytest.raises(ConfigError, match="--device is 'v6e'; vllm runs on: h100, "):
         memory_of("llama-plain", 4096, "vllm", device="v6e")
-    with pytest.raises(ConfigError, match="--device is of vllm and tpu-inference"):
-        memory_of("llama-plain", 4096, "sglang", device="h100")
+    with pytest.raises(ConfigError, match="--device is of vllm, tpu-inference, sglang, mlx-lm"):
+        memory_of("llama-plain", 4096, device="h100")
 
 
 def test_the_first_that_fits_is_taken_and_refused_ones_are_passed_over():

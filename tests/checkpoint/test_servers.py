@@ -14,12 +14,25 @@ from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.servers import SERVERS, TARGETS, find_served, served_config
 from swa_jax.model.layer_types import WINDOW
 
+NO_CLASS = {
+    ("mlx-lm", "mellum-hybrid"),  # dense
+    ("mlx-lm", "mellum-moe-hybrid"),
+    ("mlx-lm", "olmo3-hybrid"),  # full layers that keep the RoPE of windowed ones
+    ("mlx-lm", "mistral-window"),
+}
+
 
 def computed(server: str, served) -> list[int | None]:
     """The windows that the server's class gives the layers."""
-    if "--model-impl transformers" in served.command:
-        return server_classes.sglang_by_transformers(served.hf)
     return getattr(server_classes, server.replace("-", "_"))(served.hf)
+
+
+def check_pools(served) -> None:
+    """SGLang frees the layers with a window, and no other, where the table says so; no backend ignores a window."""
+    pools = server_classes.sglang_pools(served.hf, served.command)
+    windowed = [i for i, kind in enumerate(served.pattern.layer_types) if kind == WINDOW]
+    full = [i for i, kind in enumerate(served.pattern.layer_types) if kind != WINDOW]
+    assert pools == ((windowed, full) if windowed and served.runs.frees else None)
 
 
 @pytest.mark.parametrize("server", TARGETS)
@@ -38,10 +51,12 @@ def test_a_server_computes_the_pattern_or_the_export_is_refused(model, server):
             context = hf["max_position_embeddings"]  # a window as long as that is none
             windows = computed(server, served)
             assert [None if w is None or w >= context else w for w in windows] == wanted, name
+            if server == "sglang":
+                check_pools(served)
         again = model_config({**served.hf, "model_type": served.model_type})
         assert again.hidden_size == model_config(hf).hidden_size
     known = server == "transformers" or hf["model_type"] in SERVERS[server].classes
-    assert (answers["full"] is not None) or not known
+    assert (answers["full"] is not None) or not known or (server, model) in NO_CLASS
     for name in ("sink tokens", "full-attention decode", "heads", "routed"):
         assert answers[name] is None, name
 
@@ -64,6 +79,19 @@ def test_a_server_computes_the_pattern_or_the_export_is_refused(model, server):
         ("llama-plain", "tpu-inference", "odd", "LlamaForCausalLM"),
         ("llama-plain", "transformers", "odd", "MinistralForCausalLM"),
         ("llama-plain", "sglang", "odd", "TransformersForCausalLM"),
+        ("qwen3-full", "sglang", "odd", "MellumForCausalLM"),
+        ("qwen3-full", "sglang", "full", "Qwen3ForCausalLM"),
+        ("qwen3-hybrid", "sglang", "odd", "TransformersForCausalLM"),  # whose embeddings are tied
+        ("qwen3-moe-full", "sglang", "odd", "MellumForCausalLM"),
+        ("granite-swa-hybrid", "sglang", "odd", "GraniteSWAForCausalLM"),
+        ("olmo2-full", "sglang", "odd", "Olmo2ForCausalLM"),
+        ("vaultgemma-hybrid", "sglang", "even", None),
+        ("llama-plain", "mlx-lm", "odd", "llama.Model"),
+        ("llama-plain", "mlx-lm", "window", None),  # which wants a full layer
+        ("phi3-full", "mlx-lm", "odd", None),  # whose LongRoPE differs there
+        ("qwen3-full", "mlx-lm", "odd", None),
+        ("qwen3-moe-full", "mlx-lm", "odd", "mellum.Model"),
+        ("olmo2-full", "mlx-lm", "odd", "olmo3.Model"),
         ("cohere2-hybrid", "vllm", "own key only", None),  # this class sees a key more than it is told
         ("gemma2-hybrid", "sglang", "odd", None),
         ("gemma2-hybrid", "sglang", "even", "Gemma2ForCausalLM"),
@@ -134,7 +162,7 @@ def test_the_verb_says_how_to_start_the_server(tmp_path):
     assert f"Start it with: vllm serve {tmp_path / 'a'} {sizes}\n" in said
     assert "at 40 batched tokens (--batched-tokens), a prompt of 640 takes 16 steps" in said
     assert "are for a server" in fails("export", checkpoint, tmp_path / "b", "--batched-tokens", 64)
-    assert "known: transformers, vllm, tpu-inference, sglang" in fails(
+    assert "known: transformers, vllm, tpu-inference, sglang, mlx-lm" in fails(
         "export", checkpoint, tmp_path / "b", "--no-canary", "--for", "ollama"
     )
     assert not (tmp_path / "b").exists()
