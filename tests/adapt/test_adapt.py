@@ -235,7 +235,7 @@ def test_losses_and_differences_have_the_right_sign():
 def adapted(tmp_path_factory):
     """A small run for vLLM, with the settings that made it."""
     out = tmp_path_factory.mktemp("adapt") / "out"
-    said = run("adapt", "recall", out, "--kv-budget", 0.3, "--for", "vllm", *SMALL)
+    said = run("adapt", "recall", out, "--kv-budget", 0.4, "--for", "vllm", *SMALL)
     return out, said
 
 
@@ -261,7 +261,7 @@ def test_the_result_keeps_the_budget_as_served(adapted, source):
     assert 0 < windowed < 8
     search = without_times(out)["search"]["result"]
     best = search["candidates"][search["best"]]
-    assert best["share"] <= 0.3
+    assert best["share"] <= 0.4
     assert best["lost"] == min(row["lost"] for row in search["candidates"])
     command = next(line for line in said.splitlines() if line.startswith("Start it with: "))
     assert command == f"Start it with: vllm serve {out}/vllm --max-model-len 256 --max-num-batched-tokens 16"
@@ -271,13 +271,13 @@ def test_the_result_keeps_the_budget_as_served(adapted, source):
 def test_a_second_run_finds_everything_done(adapted):
     out, _ = adapted
     before = without_times(out)
-    said = run("adapt", "recall", out, "--kv-budget", 0.3, "--for", "vllm", *SMALL)
+    said = run("adapt", "recall", out, "--kv-budget", 0.4, "--for", "vllm", *SMALL)
     assert said.count("found here") == len(STAGES)
     assert without_times(out) == before
     (out / "adapt" / "search.json").unlink()
     (out / "vllm" / "config.json").unlink()
     (out / "vllm").rename(out / "gone")
-    said = run("adapt", "recall", out, "--kv-budget", 0.3, "--for", "vllm", *SMALL)
+    said = run("adapt", "recall", out, "--kv-budget", 0.4, "--for", "vllm", *SMALL)
     assert said.count("found here") == len(STAGES) - 3  # the receipt lay in the export
     assert without_times(out) == before
 
