@@ -6,20 +6,20 @@ sequences and handed out in blocks, so that a pattern may save less there, or no
 vLLM (and tpu-inference, which plans with vLLM's code) sorts the layers into groups of one kind and of equal size, so
 that a block of any group takes the same memory. The size is that of the rarer kind, or of the other kind where that has
 fewer than 1.5 times as many layers; a group that is not full is paid for as if it were (`kv_cache_planning.py` of vLLM
-0.33.0). SGLang keeps a pool for windowed layers for gpt-oss alone.
+0.33.0). With the plug-in a layer with single full KV heads is several small layers, all of one size. SGLang keeps a pool for windowed layers for gpt-oss alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from swa_jax.base.errors import ConfigError
-from swa_jax.checkpoint.families import inexpressible
-from swa_jax.checkpoint.servers import SERVERS, Served, ServerClass, check_target, find_served, served_config
+from swa_jax.checkpoint.servers import SERVERS, Served, ServerClass, check_target, find_served, served_config, unserved
 from swa_jax.model.cache import cache_bytes
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, WINDOW
@@ -52,6 +52,7 @@ DEVICES = {
         "mi300x": Device(16384),
         "cpu": Device(2048, batches=1),
     },
+    "vllm-plugin": {"cpu": Device(2048, batches=1)},
     "tpu-inference": {"v6e": Device(1024), "v5e": Device(512), "v5p": Device(256), "v7x": Device(2048)},
 }
 _TPU_SEQUENCES = 256  # `--max-num-seqs` of a server on a TPU, unless it is told otherwise
@@ -70,7 +71,7 @@ def _block_tokens(server: str, device: str, length: int) -> int:
 
     On a TPU the page tables lie in scalar memory, so that pages grow (`PallasAttentionBackend` of tpu-inference).
     """
-    if server == "vllm":
+    if server in ("vllm", "vllm-plugin"):
         return 128 if device == "cpu" else 16
     page = 16 if length > 8192 else min(max(_power_of_two(length) // 16, 16), 256)
     return max(page, _power_of_two(-(-length // (2**17 // _TPU_SEQUENCES))))
@@ -98,7 +99,9 @@ def group_layers(full: int, windowed: int) -> Groups:
     return Groups(size, -(-full // size), -(-windowed // size))
 
 
-def grouped_entries(full: int, windowed: int, window: int | None, length: int, blocks: Blocks) -> tuple[int, Groups]:
+def grouped_entries(
+    full: int, windowed: int, window: int | None, length: int, blocks: Blocks, sink_tokens: int = 0
+) -> tuple[int, Groups]:
     """Entries (tokens times layers) that vLLM's planner grants a sequence of `length` tokens, and the groups."""
     groups = group_layers(full, windowed)
     whole = -(-length // blocks.tokens)
@@ -106,8 +109,18 @@ def grouped_entries(full: int, windowed: int, window: int | None, length: int, b
     if windowed:
         assert window is not None
         # A window need not begin where a block does.
-        short = -(-min(window - 1 + blocks.in_flight, length) // blocks.tokens) + 1
+        short = -(-min(window - 1 + blocks.in_flight, length) // blocks.tokens) + 1 + -(-sink_tokens // blocks.tokens)
     return groups.layers * blocks.tokens * (groups.full * whole + groups.windowed * short), groups
+
+
+def modules(pattern: AttentionPattern, num_kv_heads: int) -> tuple[int, int]:
+    """How many attention modules keep the whole sequence, and how many a window.
+
+    A module is a layer, or with single full KV heads so many heads of one as divide the heads of each kind everywhere.
+    """
+    size = math.gcd(num_kv_heads, *pattern.full_head_counts)
+    whole = int(pattern.full_cache_heads(num_kv_heads).sum()) // size
+    return whole, pattern.num_layers * num_kv_heads // size - whole
 
 
 def better_grouping(full: int, windowed: int, window: int, length: int, blocks: Blocks) -> int | None:
@@ -209,7 +222,7 @@ class Memory:
         Raises:
           ConfigError: the server cannot run the pattern.
         """
-        if WINDOW not in pattern.layer_types:
+        if len(pattern.full_layers) == pattern.num_layers:
             return ""
         share = f"takes {self.share(pattern):.1%} of what full attention takes, counted {self.place}."
         return f"The cache of a sequence of {self.length} tokens {share} {self.steps}".strip()
@@ -217,7 +230,7 @@ class Memory:
     def command(self, served: Served, folder: str | Path) -> str:
         """What starts the server, with the sizes that windows were counted with; "" where there is none to start."""
         command = served.command.format(folder=folder)
-        if self.batched_tokens is None or WINDOW not in served.pattern.layer_types:
+        if self.batched_tokens is None or len(served.pattern.full_layers) == served.pattern.num_layers:
             return command
         return f"{command} --max-model-len {self.length} --max-num-batched-tokens {self.batched_tokens}"
 
@@ -232,6 +245,8 @@ class Memory:
         windowed = pattern.layer_types.count(WINDOW)
         if self.blocks is None or not windowed or pattern.sliding_window is None:
             return None
+        if pattern.full_attention_decode or any(pattern.full_kv_heads):
+            return None
         full = pattern.num_layers - windowed
         return better_grouping(full, windowed, pattern.sliding_window, self.length, self.blocks)
 
@@ -245,7 +260,7 @@ class Memory:
 
     def _class(self, pattern: AttentionPattern) -> ServerClass | None:
         assert self.server is not None
-        if inexpressible(pattern) is not None:
+        if unserved(self.server, pattern) is not None:
             return None
         # Windows of more than one key make no difference to which class runs them.
         kind = pattern.layer_types, min(pattern.sliding_window or 0, 2)
@@ -279,18 +294,19 @@ class Memory:
         if self.server not in SERVERS:
             return cache_bytes(self.config, pattern, 1, self.length, 2)
         own = [layer for layer, source in enumerate(self.config.kv_sources) if layer == source]
-        windowed = sum(pattern.layer_types[layer] == WINDOW for layer in own)
-        full, unit = len(own) - windowed, 1
+        full, windowed, unit = *modules(pattern.of_layers(own), self.config.num_key_value_heads), 1
         if blocks := self.blocks:
-            entries, _ = grouped_entries(full, windowed, pattern.sliding_window, self.length, blocks)
+            entries, _ = grouped_entries(
+                full, windowed, pattern.sliding_window, self.length, blocks, pattern.num_sink_tokens
+            )
             unit = blocks.head_dim_unit
         elif runs.frees and full:
             entries = round(self.length * (full + _SGLANG_RATIO * windowed))
         else:
-            entries = self.length * len(own)
+            entries = self.length * (full + windowed)
         shapes = [self.config.head_shapes[layer] for layer in own]
         numbers = sum(kv_heads * -(-head_dim // unit) * unit for kv_heads, head_dim in shapes)
-        return entries * 2 * numbers * 2 // len(own)  # keys and values, of 2 bytes
+        return entries * 2 * numbers * 2 // (full + windowed)  # keys and values, of 2 bytes
 
 
 def most_within(memory: Memory, budget: float, most: int, make: Callable[[int], AttentionPattern]) -> AttentionPattern:

@@ -40,16 +40,20 @@ def _granted(spec, config, asynchronous: bool) -> int:
     return spec.max_memory_usage_bytes(config) // spec.page_size_bytes
 
 
-def run(folder: str, prompts: list[list[int]], new_tokens: int, length: int, batched_tokens: int) -> dict:
-    """What the engine answers to `prompts`, and to the same prompts once more, from its cache of prefixes.
+def run(
+    folder: str, prompts: list[list[int]], new_tokens: int, length: int, batched_tokens: int, turn: list[int]
+) -> dict:
+    """What the engine answers to `prompts`; then to the same prompts once more, and to what a user says to its answers,
+    both from its cache of prefixes.
 
     Args:
       new_tokens: greedy tokens that are asked for.
       length, batched_tokens: `--max-model-len` and `--max-num-batched-tokens`.
+      turn: what the user says to each answer.
 
     Returns:
-      logprobs: of each prompt's tokens but the first; tokens, second: the new ones, both times; reused: tokens that a
-      second answer took from the cache; groups: of the layers' caches, each with its window (None: full attention), its
+      logprobs: of each prompt's tokens but the first; tokens, second, next_turn: the new ones, each time; reused,
+      next_reused: tokens that a second answer and the next turn's took from the cache; groups: of the layers' caches, each with its window (None: full attention), its
       layers, and the blocks `granted` to a request without and with async scheduling; held: the most blocks that a
       request held in each group; block_tokens.
     """
@@ -70,6 +74,8 @@ def run(folder: str, prompts: list[list[int]], new_tokens: int, length: int, bat
     outputs = llm.generate(asked, SamplingParams(**wanted, prompt_logprobs=0), use_tqdm=False)
     held = list(HELD.values())
     second = llm.generate(asked, SamplingParams(**wanted), use_tqdm=False)
+    said = [{"prompt_token_ids": [*out.prompt_token_ids, *out.outputs[0].token_ids, *turn]} for out in outputs]
+    next_turn = llm.generate(said, SamplingParams(**wanted), use_tqdm=False)
     core = llm.llm_engine.engine_core.engine_core
     groups = core.scheduler.kv_cache_config.kv_cache_groups
     answer = {
@@ -79,7 +85,9 @@ def run(folder: str, prompts: list[list[int]], new_tokens: int, length: int, bat
         ],
         "tokens": [list(out.outputs[0].token_ids) for out in outputs],
         "second": [list(out.outputs[0].token_ids) for out in second],
+        "next_turn": [list(out.outputs[0].token_ids) for out in next_turn],
         "reused": [out.num_cached_tokens for out in second],
+        "next_reused": [out.num_cached_tokens for out in next_turn],
         "groups": [
             {
                 "window": getattr(group.kv_cache_spec, "sliding_window", None),

@@ -4,42 +4,21 @@ Every family that vLLM runs by our table, with every kind of pattern that the ta
 chunks, and once more from the cache of prefixes.
 """
 
-import json
-import os
-import subprocess
-from pathlib import Path
-
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
+from asking import BATCHED, CLOSE, NEW, PROMPTS, WINDOW_SIZE, difference_of, goldens
 from golden_models import GOLDEN
-from sized_models import LENGTH, write_model
+from sized_models import LENGTH
 
 from swa_jax import generate, load_model
 from swa_jax.base.files import read_json, write_json
 from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.checkpoint.hf_export import export_model
-from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.served_cache import Memory, grouped_entries
-from swa_jax.checkpoint.servers import SERVERS, find_served
+from swa_jax.checkpoint.servers import find_served
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
-WINDOW_SIZE, BATCHED, NEW = 24, 64, 8
 PATTERNS = {"windows first": "wF", "full first": "Fw", "1 in 4 full": "wwwF", "windows": "w", "full": "F"}
-_RNG = np.random.default_rng(0)
-PROMPTS = [_RNG.integers(3, 130, length).tolist() for length in (400, 150)]
-CLOSE = 1e-4  # in log-probability; of values below -10 that part of 10
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in the process that asks it, where its tables can be read
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": "",
-}
 ROUNDED = {"apertus": 3e-2}  # vLLM computes the parameters of xIELU in bfloat16
 WRONG = {  # in vLLM 0.32.0 itself
     "gpt_oss": "on a CPU it gives NaN, with full attention too",
@@ -56,15 +35,6 @@ def pattern_of(kind: str, layers: int) -> AttentionPattern:
     return AttentionPattern(types, WINDOW_SIZE if WINDOW in types else None)
 
 
-def goldens() -> dict[str, str]:
-    """A golden model of each family that vLLM runs."""
-    found: dict[str, str] = {}
-    for folder in sorted(GOLDEN.iterdir()):
-        if (folder / "config.json").exists() and (folder / "model.safetensors").exists():
-            found.setdefault(read_json(folder / "config.json").get("model_type"), folder.name)
-    return {family: found[family] for family in sorted(SERVERS["vllm"].classes)}
-
-
 def runs(golden: str, kind: str) -> bool:
     hf = read_json(GOLDEN / golden / "config.json")
     return find_served("vllm", hf, pattern_of(kind, hf["num_hidden_layers"])) is not None
@@ -77,55 +47,6 @@ def cases():
             yield pytest.param(
                 family, kind, marks=[pytest.mark.xfail(reason=wrong)] if wrong else [], id=f"{family}-{kind}"
             )
-
-
-@pytest.fixture(scope="session")
-def engine(tmp_path_factory):
-    """A process with vLLM in it: a function from an export's folder to what `engine.run` returns of `PROMPTS`."""
-    log = tmp_path_factory.mktemp("engine") / "log"
-    command = [os.environ["SERVERS_PYTHON"], str(Path(__file__).with_name("engine.py"))]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with (
-        log.open("w") as errors,
-        subprocess.Popen(command, stderr=errors, env=os.environ | ENVIRONMENT, **pipes) as process,
-    ):
-
-        def ask(folder):
-            job = {"folder": str(folder), "prompts": PROMPTS, "new_tokens": NEW}
-            job |= {"length": LENGTH, "batched_tokens": BATCHED}
-            process.stdin.write(json.dumps(job) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-            assert line, log.read_text()[-3000:]
-            return json.loads(line)
-
-        yield ask
-        process.stdin.close()
-
-
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory):
-    """A checkpoint folder of each family, made when it is asked for."""
-    made: dict[str, Path] = {}
-
-    def of(family):
-        if family not in made:
-            folder = tmp_path_factory.mktemp(family)
-            made[family] = import_model(write_model(goldens()[family], folder / "hf"), folder / "ours")
-        return made[family]
-
-    return of
-
-
-def difference_of(model, said) -> tuple[float, float]:
-    """The greatest between the log-probabilities of prompts, and the greatest of ours."""
-    differences, largest = [], []
-    for prompt, theirs in zip(PROMPTS, said["logprobs"], strict=True):
-        ours = jax.nn.log_softmax(model(jnp.array([prompt]))[0].astype(jnp.float32))  # [T, V]
-        ours = np.asarray(ours)[np.arange(len(prompt) - 1), prompt[1:]]
-        differences.append(np.abs(ours - theirs).max())
-        largest.append(np.abs(ours).max())
-    return max(differences), max(largest)
 
 
 @pytest.mark.parametrize(
