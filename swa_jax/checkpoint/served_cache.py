@@ -6,7 +6,8 @@ sequences and handed out in blocks, so that a pattern may save less there, or no
 vLLM (and tpu-inference, which plans with vLLM's code) sorts the layers into groups of one kind and of equal size, so
 that a block of any group takes the same memory. The size is that of the rarer kind, or of the other kind where that has
 fewer than 1.5 times as many layers; a group that is not full is paid for as if it were (`kv_cache_planning.py` of vLLM
-0.33.0). With the plug-in a layer with single full KV heads is several small layers, all of one size. SGLang keeps a pool for windowed layers for gpt-oss alone.
+0.33.0). For the plug-in's single full KV heads, layers are cut into modules of one size, which are grouped like layers.
+SGLang keeps a pool for windowed layers for gpt-oss alone.
 """
 
 from __future__ import annotations
@@ -178,9 +179,7 @@ class Memory:
         if devices is None:
             for option, given in (("--batched-tokens", self.batched_tokens), ("--device", self.device)):
                 if given is not None:
-                    raise ConfigError(
-                        f"{option} is of {' and '.join(DEVICES)}, whose caches depend on it: leave it out"
-                    )
+                    raise ConfigError(f"{option} is of {', '.join(DEVICES)}, whose caches depend on it: leave it out")
             return
         device = next(iter(devices)) if self.device is None else self.device
         if device not in devices:

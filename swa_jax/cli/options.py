@@ -84,16 +84,13 @@ Haystack = Annotated[
 Json = Annotated[bool, in_output("--json", help="Print JSON, not tables; all else goes to standard error.")]
 BatchSize = Annotated[int, in_running(metavar="N", help="Sequences computed at once.", min=1)]
 Server = Annotated[
-    str | None,
-    in_serving("--for", metavar="SERVER", help="Count the cache as in transformers, vllm, tpu-inference or sglang."),
+    str | None, in_serving("--for", metavar="SERVER", help="Count the cache as in this server: see `export`.")
 ]
 ServeLength = Annotated[
     int | None, in_serving(metavar="N", help="Tokens of the sequence that is counted. Default: --length.", min=1)
 ]
-BatchedTokens = Annotated[int | None, in_serving(metavar="N", help="Prompt tokens that vLLM computes at once.", min=1)]
-Device = Annotated[
-    str | None, in_serving(metavar="NAME", help="What the server runs on, such as h100, a100, l4, cpu or v5e.")
-]
+BatchedTokens = Annotated[int | None, in_serving(metavar="N", help="Prompt tokens computed at once.", min=1)]
+Device = Annotated[str | None, in_serving(metavar="NAME", help="Its device, such as l4 or v5e.")]
 Mesh = Annotated[
     str | None, in_running(help="Spread weights and sequences over the devices, such as data=2,fsdp=4 or tensor=8.")
 ]

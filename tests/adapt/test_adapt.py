@@ -69,7 +69,10 @@ def test_the_model_of_chains_is_asked_for_chains(tmp_path):
         (("recall", "--kv-budget", 0.05, "--for", "vllm"), "takes at least 0.172 of full attention's"),
         (("recall", "--kv-budget", 0.3, "--for", "sglang"), "keeps the caches of windowed layers whole"),
         (("recall", "--kv-budget", 0.3, "--unit", "heads", "--for", "vllm"), "which vllm cannot run"),
-        (("recall", "--kv-budget", 0.3, "--batched-tokens", 64), "--batched-tokens is of vllm and tpu-inference"),
+        (
+            ("recall", "--kv-budget", 0.3, "--batched-tokens", 64),
+            "--batched-tokens is of vllm, vllm-plugin, tpu-inference",
+        ),
         (("recall", "--kv-budget", 0.3, "--window", "2048"), "which is full attention: take a smaller --window"),
         (("recall", "--kv-budget", 0.3, "--window", "0"), "--window is '0': give whole numbers from 1 on"),
         (("recall", "--kv-budget", 0.3, "--text", "absent.txt"), "--text absent.txt does not exist"),

@@ -95,7 +95,7 @@ def test_a_prompt_takes_sixteen_steps_at_least(length, batched):
     assert f"{memory.share(pattern):.1%} of what full attention takes, counted in vllm" in memory.describe(pattern)
     assert "a prompt of 64 takes 1 step;" in memory_of("llama-plain", 64, "vllm", 64).steps
     assert memory_of("llama-plain", length).steps == memory_of("llama-plain", length, "sglang").steps == ""
-    with pytest.raises(ConfigError, match="--batched-tokens is of vllm and tpu-inference"):
+    with pytest.raises(ConfigError, match="--batched-tokens is of vllm, vllm-plugin, tpu-inference"):
         memory_of("llama-plain", length, "sglang", 64)
 
 
@@ -162,7 +162,7 @@ def test_the_table_in_the_docs_is_what_is_counted():
 def test_a_device_that_is_not_known_is_refused():
     with pytest.raises(ConfigError, match="--device is 'v6e'; vllm runs on: h100, "):
         memory_of("llama-plain", 4096, "vllm", device="v6e")
-    with pytest.raises(ConfigError, match="--device is of vllm and tpu-inference"):
+    with pytest.raises(ConfigError, match="--device is of vllm, vllm-plugin, tpu-inference"):
         memory_of("llama-plain", 4096, "sglang", device="h100")
 
 

@@ -12,11 +12,13 @@ from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.servers import SERVERS, TARGETS, find_served, served_config
-from swa_jax.model.layer_types import WINDOW
+from swa_jax.model.layer_types import FULL
 
 
 def computed(server: str, served) -> list[int | None]:
     """The windows that the server's class gives the layers."""
+    if server == "vllm-plugin":
+        return server_classes.vllm_plugin(served.hf)
     if "--model-impl transformers" in served.command:
         return server_classes.sglang_by_transformers(served.hf)
     return getattr(server_classes, server.replace("-", "_"))(served.hf)
@@ -30,7 +32,7 @@ def test_a_server_computes_the_pattern_or_the_export_is_refused(model, server):
     for name, pattern in patterns(hf["num_hidden_layers"]).items():
         if (served := answers[name]) is None:
             continue
-        wanted = [pattern.sliding_window if kind == WINDOW else None for kind in pattern.layer_types]
+        wanted = [None if kind == FULL else pattern.sliding_window for kind in pattern.layer_types]
         if server == "transformers":
             assert hf_pattern(served.hf) == pattern
             server_classes.transformers(served.hf)
@@ -43,7 +45,8 @@ def test_a_server_computes_the_pattern_or_the_export_is_refused(model, server):
     known = server == "transformers" or hf["model_type"] in SERVERS[server].classes
     assert (answers["full"] is not None) or not known
     for name in ("sink tokens", "full-attention decode", "heads", "routed"):
-        assert answers[name] is None, name
+        plugin = server == "vllm-plugin" and name != "routed"
+        assert (answers[name] is not None) == (plugin and answers["full"] is not None), name
 
 
 @pytest.mark.parametrize(
@@ -134,7 +137,7 @@ def test_the_verb_says_how_to_start_the_server(tmp_path):
     assert f"Start it with: vllm serve {tmp_path / 'a'} {sizes}\n" in said
     assert "at 40 batched tokens (--batched-tokens), a prompt of 640 takes 16 steps" in said
     assert "are for a server" in fails("export", checkpoint, tmp_path / "b", "--batched-tokens", 64)
-    assert "known: transformers, vllm, tpu-inference, sglang" in fails(
+    assert "known: transformers, vllm, vllm-plugin, tpu-inference, sglang" in fails(
         "export", checkpoint, tmp_path / "b", "--no-canary", "--for", "ollama"
     )
     assert not (tmp_path / "b").exists()

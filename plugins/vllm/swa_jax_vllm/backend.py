@@ -33,10 +33,7 @@ def backend_for(base: type[AttentionBackend], rule: Rule) -> type[AttentionBacke
         )
     implementation = _sinks(base, rule) if rule.num_sink_tokens else _two_calls(base, rule)
     builder = _answers_known(base) if rule.num_sink_tokens else _split(base)
-    members = {
-        "get_builder_cls": staticmethod(lambda: builder),
-        "get_impl_cls": staticmethod(lambda: implementation),
-    }
+    members = {"get_builder_cls": staticmethod(lambda: builder), "get_impl_cls": staticmethod(lambda: implementation)}
     if not rule.full_answers:
         members["get_builder_cls"] = base.get_builder_cls
     name = f"{base.__name__}_{rule.window}_{rule.num_sink_tokens}_{'answers' if rule.full_answers else 'windows'}"

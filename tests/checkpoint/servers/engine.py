@@ -53,9 +53,9 @@ def run(
 
     Returns:
       logprobs: of each prompt's tokens but the first; tokens, second, next_turn: the new ones, each time; reused,
-      next_reused: tokens that a second answer and the next turn's took from the cache; groups: of the layers' caches, each with its window (None: full attention), its
-      layers, and the blocks `granted` to a request without and with async scheduling; held: the most blocks that a
-      request held in each group; block_tokens.
+      next_reused: tokens that a second answer and the next turn's took from the cache; groups: of the layers' caches,
+      each with its window (None: full attention), its layers, and the blocks `granted` to a request without and with
+      async scheduling; held: the most blocks that a request held in each group; block_tokens.
     """
     llm = LLM(
         folder,
