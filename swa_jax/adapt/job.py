@@ -19,13 +19,12 @@ from swa_jax.base.files import check_local, check_room
 from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.checkpoint.named import BUNDLED, model_folder
 from swa_jax.checkpoint.served_cache import Memory
-from swa_jax.checkpoint.servers import unserved
+from swa_jax.checkpoint.servers import runs_single_heads
 from swa_jax.data.batches import check_source, make_batches
 from swa_jax.data.chat import find_wrap
 from swa_jax.data.sources import RECORDS, SourceConfig
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
 from swa_jax.model.config import ModelConfig
-from swa_jax.model.layer_types import HYBRID
 from swa_jax.model.lora import LoraConfig
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.train.config import StageConfig, TrainConfig
@@ -34,7 +33,6 @@ from swa_jax.train.optimizer import OptimizerConfig
 STAGES = ("original", "search", "tune", "adapted", "efficiency", "export", "canary")
 FOLDER = "adapt"  # in OUT: the stages' results
 MARK = ".swa-jax-adapt"  # in that folder: says that OUT is an adaptation's, to be written anew
-_ONE_FULL_HEAD = AttentionPattern((HYBRID,), 1, full_kv_heads=((0,),))
 LONGEST = 2048  # tokens of an example, unless --length says otherwise
 WINDOW_SHARES = (32, 16, 8, 4)  # windows tried, as shares of an example's length
 
@@ -177,7 +175,7 @@ def prepare(settings: AdaptOptions) -> Adaptation:
         raise ConfigError(
             f"--kv-budget is {settings.kv_budget:g}: give the share of full attention's cache, above 0 and at most 1"
         )
-    if settings.unit == "heads" and settings.server is not None and unserved(settings.server, _ONE_FULL_HEAD):
+    if settings.unit == "heads" and not runs_single_heads(settings.server):
         raise ConfigError(
             f"--unit heads keeps single KV heads full, which {settings.server} cannot run: take --for vllm-plugin, "
             "leave out --for, or choose layers"

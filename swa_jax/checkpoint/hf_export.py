@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 
 from swa_jax.base.files import check_destination, new_folder, write_bytes, write_json
 from swa_jax.checkpoint.canary import write_canary
-from swa_jax.checkpoint.families import apply_pattern, model_config
+from swa_jax.checkpoint.families import apply_pattern, family_of, model_config
 from swa_jax.checkpoint.folder import CONFIG_FILE, PATTERN_FILE, Checkpoint, open_checkpoint, read_companions
 from swa_jax.checkpoint.safetensors_files import Parts, TensorTable, write_model
 from swa_jax.checkpoint.served_cache import Memory
@@ -77,6 +78,8 @@ def export_model(
         counted, notes = memory.describe(served.pattern), memory.notes(served, destination)
         hf, notice, pattern = served.hf, None, served.pattern
         written = dataclasses.replace(source.config, model_type=served.model_type)
+    if not hf.get("architectures"):  # by which servers choose their class; a GGUF file has none
+        hf = {**hf, "architectures": [family_of(written).architecture]}
     tensors, read = _exported(source, written)
     companions = read_companions(source.folder)
     with new_folder(destination) as folder:
@@ -86,8 +89,8 @@ def export_model(
         for name, data in companions.items():
             write_bytes(folder / name, data)
         if canary:
-            options = {"longest": longest, "counted": counted, "progress": progress}
-            notes.append(write_canary(folder, source.folder, pattern, hf, **options))
+            write = functools.partial(write_canary, folder, source.folder, pattern, hf)
+            notes.append(write(longest=longest, counted=counted, progress=progress))
     if notice:
         log.warning("%s: %s", destination, notice)
     for note in notes:

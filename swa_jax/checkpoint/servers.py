@@ -257,6 +257,11 @@ def unserved(server: str, pattern: AttentionPattern) -> str | None:
     return inexpressible(pattern)
 
 
+def runs_single_heads(server: str | None) -> bool:
+    """Whether layers may keep single KV heads full; None: here, where they may."""
+    return server is None or unserved(server, AttentionPattern((HYBRID,), 1, full_kv_heads=((0,),))) is None
+
+
 def _has(runs: ServerClass, pattern: AttentionPattern) -> bool:
     """Whether a class can have the windows of a pattern."""
     windowed = [kind != FULL for kind in pattern.layer_types]

@@ -84,7 +84,8 @@ Haystack = Annotated[
 Json = Annotated[bool, in_output("--json", help="Print JSON, not tables; all else goes to standard error.")]
 BatchSize = Annotated[int, in_running(metavar="N", help="Sequences computed at once.", min=1)]
 Server = Annotated[
-    str | None, in_serving("--for", metavar="SERVER", help="Count the cache as in this server: see `export`.")
+    str | None,
+    in_serving("--for", metavar="SERVER", help="Count as transformers, vllm, vllm-plugin, tpu-inference or sglang do."),
 ]
 ServeLength = Annotated[
     int | None, in_serving(metavar="N", help="Tokens of the sequence that is counted. Default: --length.", min=1)

@@ -209,6 +209,15 @@ def test_export_gives_back_what_was_imported(tmp_path, case):
     assert files_of(second) == files_of(exported)
 
 
+def test_an_export_names_its_class_though_its_source_does_not(tmp_path):
+    """As a GGUF file does not: vLLM then takes a model for one of embeddings."""
+    folder = shutil.copytree(GOLDEN / "gemma3-hybrid", tmp_path / "hf")
+    config = {key: value for key, value in hf_of("gemma3-hybrid").items() if key != "architectures"}
+    (folder / "config.json").write_text(json.dumps(config))
+    exported = export_model(import_model(folder, tmp_path / "ours"), tmp_path / "exported", canary=False)
+    assert json.loads((exported / "config.json").read_text())["architectures"] == ["Gemma3ForCausalLM"]
+
+
 def test_export_in_shards(tmp_path, monkeypatch):
     checkpoint = import_model(GOLDEN / "qwen3-hybrid", tmp_path / "checkpoint")
     monkeypatch.setattr(swa_jax.checkpoint.hf_export, "SHARD_BYTES", 60_000)

@@ -7,6 +7,7 @@ from exported_patterns import patterns
 from golden_models import GOLDEN, MODELS, bits_of, contents, hf_of
 
 from swa_jax.base.errors import ConfigError
+from swa_jax.base.files import read_json, write_json
 from swa_jax.checkpoint.families import FAMILIES, hf_pattern, model_config
 from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.checkpoint.hf_export import export_model
@@ -118,6 +119,32 @@ def test_a_refusal_names_who_can(tmp_path):
         served_config("transformers", hf, patterns(hf["num_hidden_layers"])["odd"])
     with pytest.raises(ConfigError, match="--for is 'vlm'; did you mean 'vllm'"):
         served_config("vlm", hf, patterns(hf["num_hidden_layers"])["odd"])
+
+
+@pytest.mark.parametrize("name", ["sink tokens", "full-attention decode", "heads"])
+def test_what_vllm_cannot_run_its_plugin_can(name, tmp_path):
+    hf = hf_of("qwen2-hybrid")
+    pattern = patterns(hf["num_hidden_layers"])[name]
+    with pytest.raises(ConfigError, match="cannot run this pattern: .*; --for vllm-plugin runs it; --as-full"):
+        served_config("vllm", hf, pattern)
+    checkpoint = import_model(GOLDEN / "qwen2-hybrid", tmp_path / "checkpoint", pattern=pattern)
+    export = export_model(checkpoint, tmp_path / "export", server="vllm-plugin", canary=False)
+    said = read_json(export / "config.json")
+    assert (said["model_type"], said["architectures"]) == ("swa_jax_qwen2", ["SwaJaxQwen2ForCausalLM"])
+    with pytest.raises(ConfigError, match="model_type 'swa_jax_qwen2' is not supported"):
+        model_config(said)
+    (export / "pattern.json").unlink()
+    assert open_checkpoint(import_model(export, tmp_path / "again")).pattern == pattern
+
+
+def test_a_damaged_pattern_for_the_plugin_is_one_sentence(tmp_path):
+    checkpoint = import_model(GOLDEN / "qwen2-hybrid", tmp_path / "checkpoint")
+    export = export_model(checkpoint, tmp_path / "export", server="vllm-plugin", canary=False)
+    said = read_json(export / "config.json")
+    for pattern, sentence in ((None, "swa_pattern must be a pattern"), ({}, "swa_pattern has no 'layer_types'")):
+        write_json(export / "config.json", said | {"swa_pattern": pattern})
+        with pytest.raises(ConfigError, match=sentence):
+            import_model(export, tmp_path / "again")
 
 
 @pytest.mark.parametrize("server", TARGETS)

@@ -41,7 +41,12 @@ def _granted(spec, config, asynchronous: bool) -> int:
 
 
 def run(
-    folder: str, prompts: list[list[int]], new_tokens: int, length: int, batched_tokens: int, turn: list[int]
+    folder: str,
+    prompts: list[list[int]],
+    new_tokens: int,
+    length: int,
+    batched_tokens: int,
+    turn: list[int] | None = None,
 ) -> dict:
     """What the engine answers to `prompts`; then to the same prompts once more, and to what a user says to its answers,
     both from its cache of prefixes.
@@ -49,7 +54,7 @@ def run(
     Args:
       new_tokens: greedy tokens that are asked for.
       length, batched_tokens: `--max-model-len` and `--max-num-batched-tokens`.
-      turn: what the user says to each answer.
+      turn: what a user says to each answer; without it there is no next turn.
 
     Returns:
       logprobs: of each prompt's tokens but the first; tokens, second, next_turn: the new ones, each time; reused,
@@ -74,8 +79,9 @@ def run(
     outputs = llm.generate(asked, SamplingParams(**wanted, prompt_logprobs=0), use_tqdm=False)
     held = list(HELD.values())
     second = llm.generate(asked, SamplingParams(**wanted), use_tqdm=False)
-    said = [{"prompt_token_ids": [*out.prompt_token_ids, *out.outputs[0].token_ids, *turn]} for out in outputs]
-    next_turn = llm.generate(said, SamplingParams(**wanted), use_tqdm=False)
+    said = [[*out.prompt_token_ids, *out.outputs[0].token_ids, *turn] for out in outputs] if turn else []
+    said = [{"prompt_token_ids": prompt} for prompt in said]
+    next_turn = llm.generate(said, SamplingParams(**wanted), use_tqdm=False) if said else []
     core = llm.llm_engine.engine_core.engine_core
     groups = core.scheduler.kv_cache_config.kv_cache_groups
     answer = {

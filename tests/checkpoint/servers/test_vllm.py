@@ -4,21 +4,26 @@ Every family that vLLM runs by our table, with every kind of pattern that the ta
 chunks, and once more from the cache of prefixes.
 """
 
+import numpy as np
 import pytest
-from asking import BATCHED, CLOSE, NEW, PROMPTS, WINDOW_SIZE, difference_of, goldens
+from engine_answers import counted_entries, difference_of, granted_entries
 from golden_models import GOLDEN
-from sized_models import LENGTH
+from sized_models import LENGTH, goldens
 
 from swa_jax import generate, load_model
 from swa_jax.base.files import read_json, write_json
 from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.checkpoint.hf_export import export_model
-from swa_jax.checkpoint.served_cache import Memory, grouped_entries
+from swa_jax.checkpoint.served_cache import Memory
 from swa_jax.checkpoint.servers import find_served
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
+WINDOW_SIZE, BATCHED, NEW = 24, 64, 8
 PATTERNS = {"windows first": "wF", "full first": "Fw", "1 in 4 full": "wwwF", "windows": "w", "full": "F"}
+_RNG = np.random.default_rng(0)
+PROMPTS = [_RNG.integers(3, 130, length).tolist() for length in (400, 150)]
+CLOSE = 1e-4  # in log-probability; of values below -10 that part of 10
 ROUNDED = {"apertus": 3e-2}  # vLLM computes the parameters of xIELU in bfloat16
 WRONG = {  # in vLLM 0.32.0 itself
     "gpt_oss": "on a CPU it gives NaN, with full attention too",
@@ -68,7 +73,8 @@ def test_another_window_or_layer_is_noticed(change, engine, checkpoints, tmp_pat
     if letters := change.get("layer_types"):
         change = {"layer_types": types_of(letters, source.config.num_hidden_layers)}
     write_json(folder / "config.json", read_json(folder / "config.json") | change)
-    assert difference_of(load_model(source.folder, pattern=pattern), engine(folder))[0] > 10 * CLOSE
+    said = engine(folder, PROMPTS, LENGTH, BATCHED)
+    assert difference_of(load_model(source.folder, pattern=pattern), PROMPTS, said)[0] > 10 * CLOSE
 
 
 @pytest.mark.parametrize(("family", "kind"), list(cases()))
@@ -78,10 +84,10 @@ def test_vllm_computes_what_we_do_in_the_memory_that_we_say(family, kind, engine
     pattern = pattern_of(kind, layers)
     folder = export_model(source.folder, tmp_path / "hf", pattern=pattern, server="vllm", canary=False)
     model = load_model(source.folder, pattern=pattern)
-    said = engine(folder)
+    said = engine(folder, PROMPTS, LENGTH, BATCHED)
     assert "refused" not in said, said
 
-    difference, largest = difference_of(model, said)
+    difference, largest = difference_of(model, PROMPTS, said)
     assert difference <= ROUNDED.get(family, CLOSE * max(1, largest / 10))
     assert said["second"] == said["tokens"]
     assert said["tokens"] == generate(model, PROMPTS, max_new_tokens=NEW)
@@ -92,14 +98,8 @@ def test_vllm_computes_what_we_do_in_the_memory_that_we_say(family, kind, engine
     windows = {layer: window if window and window < LENGTH else None for layer, window in windows.items()}
     assert windows == {n: WINDOW_SIZE if kind == WINDOW else None for n, kind in enumerate(pattern.layer_types)}
     memory = Memory(source.config, source.hf_config, LENGTH, "vllm", BATCHED, "cpu")
-    assert memory.blocks.tokens == said["block_tokens"]
-    size = max(len(group["layers"]) for group in said["groups"])
     windowed = sum(group["window"] is not None for group in said["groups"] for _ in group["layers"])
-    for number, batches in enumerate((1, 2)):
-        blocks = memory.blocks._replace(in_flight=batches * BATCHED)
-        entries, _ = grouped_entries(
-            layers - windowed, windowed, max(filter(None, windows.values()), default=LENGTH), LENGTH, blocks
-        )
-        assert entries == size * blocks.tokens * sum(group["granted"][number] for group in said["groups"])
+    window = max(filter(None, windows.values()), default=LENGTH)
+    assert granted_entries(said) == counted_entries(memory, layers - windowed, windowed, window)
     for held in said["held"]:
         assert all(most <= group["granted"][0] for most, group in zip(held, said["groups"], strict=True))

@@ -1,0 +1,60 @@
+"""The cache of a sequence as vLLM's engine grants it and as we count it: drawn models, and real ones."""
+
+import numpy as np
+import pytest
+from engine_answers import counted_entries, difference_of, granted_entries
+from real_models import real_model
+from sized_models import LENGTH, write_model
+
+from swa_jax import generate, load_model
+from swa_jax.checkpoint.folder import open_checkpoint
+from swa_jax.checkpoint.hf_export import export_model
+from swa_jax.checkpoint.hf_import import import_model
+from swa_jax.checkpoint.named import model_folder
+from swa_jax.checkpoint.served_cache import Memory
+from swa_jax.model.layer_types import FULL, WINDOW
+from swa_jax.model.pattern import AttentionPattern
+
+
+def check_count(said, source, pattern, length, batched) -> None:
+    assert "refused" not in said, said
+    memory = Memory(source.config, source.hf_config, length, "vllm", batched, "cpu")
+    windowed = pattern.layer_types.count(WINDOW)
+    granted = granted_entries(said)
+    assert granted == counted_entries(memory, pattern.num_layers - windowed, windowed, pattern.sliding_window)
+    heads, channels = source.config.common_kv_heads, source.config.head_dim
+    assert memory.bytes(pattern) == granted[0] * 2 * heads * channels * 2
+    for held in said["held"]:
+        assert all(most <= group["granted"][0] for most, group in zip(held, said["groups"], strict=True))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_drawn_models(seed, engine, tmp_path):
+    rng = np.random.default_rng(seed)
+    layers, window, batched = int(rng.integers(2, 13)), int(rng.integers(2, 300)), int(rng.choice([32, 100, 256]))
+    windowed = rng.random(layers) < rng.random()
+    pattern = AttentionPattern(tuple(WINDOW if one else FULL for one in windowed), window if windowed.any() else None)
+    folder = import_model(write_model("llama-plain", tmp_path / "hf", layers), tmp_path / "ours")
+    export = export_model(folder, tmp_path / "export", pattern=pattern, server="vllm", canary=False)
+    prompts = [rng.integers(3, 130, int(rng.integers(300, 480))).tolist()]
+    check_count(engine(export, prompts, LENGTH, batched), open_checkpoint(folder), pattern, LENGTH, batched)
+
+
+@pytest.mark.parametrize(
+    ("name", "full", "window"), [("recall", 4, 64), ("smollm2", 4, 200), ("gemma3-270m", None, None)]
+)
+def test_real_models(name, full, window, engine, tmp_path):
+    folder = model_folder(name if name == "recall" else real_model(name))
+    source = open_checkpoint(folder)
+    layers, length = source.config.num_hidden_layers, 1024
+    every = range(full - 1, layers, full) if full else ()
+    pattern = AttentionPattern.from_full_layers(every, layers, window) if full else source.pattern
+    export = export_model(folder, tmp_path / "export", pattern=pattern, server="vllm", canary=False)
+    model = load_model(folder, pattern=pattern, dtype="float32")
+    prompts = [np.random.default_rng(0).integers(10, 100, length - 100).tolist()]
+    said = engine(export, prompts, length, 64)
+    assert "refused" not in said, said
+    difference, largest = difference_of(model, prompts, said)
+    assert difference <= 1e-4 * max(1, largest / 10)
+    assert said["tokens"] == said["second"] == generate(model, prompts, max_new_tokens=8)
+    check_count(said, source, pattern, length, 64)
