@@ -125,7 +125,7 @@ def test_a_refusal_names_who_can(tmp_path):
 def test_what_vllm_cannot_run_its_plugin_can(name, tmp_path):
     hf = hf_of("qwen2-hybrid")
     pattern = patterns(hf["num_hidden_layers"])[name]
-    with pytest.raises(ConfigError, match="cannot run this pattern: .*; --for vllm-plugin runs it; --as-full"):
+    with pytest.raises(ConfigError, match=r"cannot run this pattern: .*; --for vllm-plugin runs it; --as-full"):
         served_config("vllm", hf, pattern)
     checkpoint = import_model(GOLDEN / "qwen2-hybrid", tmp_path / "checkpoint", pattern=pattern)
     export = export_model(checkpoint, tmp_path / "export", server="vllm-plugin", canary=False)
