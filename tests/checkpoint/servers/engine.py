@@ -13,8 +13,10 @@ from collections import defaultdict
 
 from vllm import LLM, SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.scheduler import Scheduler
 
 HELD = defaultdict(list)  # by request: the most blocks that each group held of it
+PUT_ASIDE = []  # requests whose blocks were taken away, to be computed again
 
 
 def _count_blocks() -> None:
@@ -32,6 +34,16 @@ def _count_blocks() -> None:
     KVCacheManager.allocate_slots = counted
 
 
+def _note_put_aside() -> None:
+    preempt = Scheduler._preempt_request
+
+    def noted(self, request, *args, **kwargs):
+        PUT_ASIDE.append(request.request_id)
+        return preempt(self, request, *args, **kwargs)
+
+    Scheduler._preempt_request = noted
+
+
 def _granted(spec, config, asynchronous: bool) -> int:
     """Blocks that vLLM's planner reserves for a request in a group of layers, with async scheduling or without."""
     config, scheduler = copy.copy(config), copy.copy(config.scheduler_config)
@@ -47,6 +59,7 @@ def run(
     length: int,
     batched_tokens: int,
     turn: list[int] | None = None,
+    blocks: int | None = None,
 ) -> dict:
     """What the engine answers to `prompts`; then to the same prompts once more, and to what a user says to its answers,
     both from its cache of prefixes.
@@ -55,12 +68,14 @@ def run(
       new_tokens: greedy tokens that are asked for.
       length, batched_tokens: `--max-model-len` and `--max-num-batched-tokens`.
       turn: what a user says to each answer; without it there is no next turn.
+      blocks: of the whole cache; None: as many as the memory has.
 
     Returns:
       logprobs: of each prompt's tokens but the first; tokens, second, next_turn: the new ones, each time; reused,
       next_reused: tokens that a second answer and the next turn's took from the cache; groups: of the layers' caches,
       each with its window (None: full attention), its layers, and the blocks `granted` to a request without and with
-      async scheduling; held: the most blocks that a request held in each group; block_tokens.
+      async scheduling; held: the most blocks that a request held in each group; block_tokens; put_aside: how many
+      requests of the first answers lost their blocks, and were computed again.
     """
     llm = LLM(
         folder,
@@ -72,12 +87,14 @@ def run(
         enable_prefix_caching=True,
         enforce_eager=True,
         disable_log_stats=True,
+        num_gpu_blocks_override=blocks,
     )
     wanted = {"temperature": 0, "max_tokens": new_tokens, "detokenize": False, "ignore_eos": True}
     asked = [{"prompt_token_ids": prompt} for prompt in prompts]
     HELD.clear()
+    PUT_ASIDE.clear()
     outputs = llm.generate(asked, SamplingParams(**wanted, prompt_logprobs=0), use_tqdm=False)
-    held = list(HELD.values())
+    held, put_aside = list(HELD.values()), len(PUT_ASIDE)
     second = llm.generate(asked, SamplingParams(**wanted), use_tqdm=False)
     said = [[*out.prompt_token_ids, *out.outputs[0].token_ids, *turn] for out in outputs] if turn else []
     said = [{"prompt_token_ids": prompt} for prompt in said]
@@ -104,6 +121,7 @@ def run(
         ],
         "block_tokens": groups[0].kv_cache_spec.block_size,
         "held": held,
+        "put_aside": put_aside,
     }
     del llm, core
     gc.collect()
@@ -114,6 +132,7 @@ if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what vLLM prints goes where its errors go
     _count_blocks()
+    _note_put_aside()
     for line in sys.stdin:
         try:
             said = run(**json.loads(line))

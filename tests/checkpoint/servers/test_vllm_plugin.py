@@ -4,9 +4,13 @@ Five families, each with every kind of pattern: prompts in chunks, once more fro
 turn of a conversation, whose first answer is in the cache.
 """
 
+import os
+import subprocess
+
 import numpy as np
 import pytest
 from engine_answers import counted_entries, difference_of, granted_entries
+from engine_process import ENVIRONMENT, PLUGIN
 from sized_models import LENGTH
 
 from swa_jax import generate, load_model
@@ -19,7 +23,7 @@ from swa_jax.model.layer_types import FULL, HYBRID, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
 WINDOW_SIZE, BATCHED, NEW = 24, 64, 8
-_RNG = np.random.default_rng(0)
+_RNG = np.random.default_rng(1)
 PROMPTS = [_RNG.integers(3, 130, length).tolist() for length in (400, 150)]
 TURN = _RNG.integers(3, 130, 40).tolist()
 CLOSE = 1e-4  # in log-probability; of values below -10 that part of 10
@@ -77,6 +81,20 @@ def test_the_plugin_computes_what_we_do_in_the_memory_that_we_say(family, kind, 
         assert all(most <= group["granted"][0] for most, group in zip(held, said["groups"], strict=True))
 
 
+@pytest.mark.parametrize(("kind", "blocks"), [("decode", 6), ("all", 6), ("sinks", 11)])
+def test_a_request_that_is_put_aside_answers_the_same(kind, blocks, plugin_engine, checkpoints, tmp_path):
+    """Both prompts are begun; then both need a block, and one is left. The other is computed again, its answer too."""
+    source = open_checkpoint(checkpoints("llama"))
+    pattern = pattern_of(kind, source.config.num_hidden_layers)
+    folder = export_model(source.folder, tmp_path / "hf", pattern=pattern, server="vllm-plugin", canary=False)
+    prompts = [np.random.default_rng(n).integers(3, 130, 246).tolist() for n in range(2)]
+    said = plugin_engine(folder, prompts, LENGTH, BATCHED, 20, blocks=blocks)
+    assert "refused" not in said, said
+    assert said["block_tokens"] == 128
+    assert said["put_aside"] > 0
+    assert said["tokens"] == generate(load_model(source.folder, pattern=pattern), prompts, max_new_tokens=20)
+
+
 @pytest.mark.parametrize(
     ("kind", "change"),
     [
@@ -98,9 +116,28 @@ def test_another_pattern_is_noticed(kind, change, plugin_engine, checkpoints, tm
     assert difference_of(load_model(source.folder, pattern=pattern), PROMPTS, said)[0] > 10 * CLOSE
 
 
+LOAD = "import sys, transformers as t; t.AutoModelForCausalLM.from_pretrained(sys.argv[1])"
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_the_plugin_it_is_refused(family, engine, checkpoints, tmp_path):
     source = open_checkpoint(checkpoints(family))
     pattern = pattern_of("all", source.config.num_hidden_layers)
     folder = export_model(source.folder, tmp_path / "hf", pattern=pattern, server="vllm-plugin", canary=False)
     assert f"swa_jax_{family}" in engine(folder, PROMPTS, LENGTH, BATCHED)["refused"]
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": ""}
+    command = [os.environ["SERVERS_PYTHON"], "-c", LOAD, folder]
+    loaded = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert loaded.returncode
+    assert f"model type `swa_jax_{family}`" in loaded.stderr
+
+
+def test_another_version_is_refused_in_a_sentence():
+    """As a vLLM that was not tried: the sentence says which was, and how to go on."""
+    code = "import vllm; vllm.__version__ = '0.31.0'; from swa_jax_vllm.versions import check_version; check_version()"
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(PLUGIN)}
+    command = [os.environ["SERVERS_PYTHON"], "-c", code]
+    refused = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert "was tried with vLLM 0.32.0, and this is vLLM 0.31.0: install vllm==0.32.0" in refused.stderr
+    allowed = subprocess.run(command, env=environment | {"SWA_JAX_VLLM_UNTRIED": "1"}, capture_output=True, text=True)
+    assert allowed.returncode == 0, allowed.stderr
