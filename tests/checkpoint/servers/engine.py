@@ -16,6 +16,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 
 HELD = defaultdict(list)  # by request: the most blocks that each group held of it
+FIRST = {}  # by request: whether each group still held its first block when it was last given some
 PUT_ASIDE = []  # requests whose blocks were taken away, to be computed again
 
 
@@ -26,6 +27,8 @@ def _count_blocks() -> None:
     def counted(self, request, *args, **kwargs):
         given = allocate(self, request, *args, **kwargs)
         managers = self.coordinator.single_type_managers
+        first = [m.req_to_blocks[request.request_id][:1] for m in managers]
+        FIRST[request.request_id] = [any(not block.is_null for block in blocks) for blocks in first]
         now = [sum(not block.is_null for block in m.req_to_blocks[request.request_id]) for m in managers]
         before = HELD[request.request_id] or [0] * len(now)
         HELD[request.request_id] = [max(pair) for pair in zip(before, now, strict=True)]
@@ -71,10 +74,12 @@ def run(
       blocks: of the whole cache; None: as many as the memory has.
 
     Returns:
-      logprobs: of each prompt's tokens but the first; tokens, second, next_turn: the new ones, each time; reused,
-      next_reused: tokens that a second answer and the next turn's took from the cache; groups: of the layers' caches,
+      logprobs: of each prompt's tokens but the first; tokens, second, next_turn: the new ones, each time;
+      next_logprobs: of the next turn's; reused, next_reused: tokens that a second answer and the next turn's took from
+      the cache; groups: of the layers' caches,
       each with its window (None: full attention), its layers, and the blocks `granted` to a request without and with
-      async scheduling; held: the most blocks that a request held in each group; block_tokens; put_aside: how many
+      async scheduling; held: the most blocks that a request held in each group; first:
+      whether it still held its first one there at the end; block_tokens; put_aside: how many
       requests of the first answers lost their blocks, and were computed again.
     """
     llm = LLM(
@@ -92,13 +97,14 @@ def run(
     wanted = {"temperature": 0, "max_tokens": new_tokens, "detokenize": False, "ignore_eos": True}
     asked = [{"prompt_token_ids": prompt} for prompt in prompts]
     HELD.clear()
+    FIRST.clear()
     PUT_ASIDE.clear()
     outputs = llm.generate(asked, SamplingParams(**wanted, prompt_logprobs=0), use_tqdm=False)
-    held, put_aside = list(HELD.values()), len(PUT_ASIDE)
+    held, first, put_aside = list(HELD.values()), list(FIRST.values()), len(PUT_ASIDE)
     second = llm.generate(asked, SamplingParams(**wanted), use_tqdm=False)
     said = [[*out.prompt_token_ids, *out.outputs[0].token_ids, *turn] for out in outputs] if turn else []
     said = [{"prompt_token_ids": prompt} for prompt in said]
-    next_turn = llm.generate(said, SamplingParams(**wanted), use_tqdm=False) if said else []
+    next_turn = llm.generate(said, SamplingParams(**wanted, logprobs=0), use_tqdm=False) if said else []
     core = llm.llm_engine.engine_core.engine_core
     groups = core.scheduler.kv_cache_config.kv_cache_groups
     answer = {
@@ -109,6 +115,10 @@ def run(
         "tokens": [list(out.outputs[0].token_ids) for out in outputs],
         "second": [list(out.outputs[0].token_ids) for out in second],
         "next_turn": [list(out.outputs[0].token_ids) for out in next_turn],
+        "next_logprobs": [
+            [told[token].logprob for token, told in zip(out.outputs[0].token_ids, out.outputs[0].logprobs, strict=True)]
+            for out in next_turn
+        ],
         "reused": [out.num_cached_tokens for out in second],
         "next_reused": [out.num_cached_tokens for out in next_turn],
         "groups": [
@@ -121,6 +131,7 @@ def run(
         ],
         "block_tokens": groups[0].kv_cache_spec.block_size,
         "held": held,
+        "first": first,
         "put_aside": put_aside,
     }
     del llm, core

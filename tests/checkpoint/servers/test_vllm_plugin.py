@@ -7,16 +7,20 @@ turn of a conversation, whose first answer is in the cache.
 import os
 import subprocess
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine_answers import counted_entries, difference_of, granted_entries
 from engine_process import ENVIRONMENT, PLUGIN
+from real_models import real_model
 from sized_models import LENGTH
 
 from swa_jax import generate, load_model
 from swa_jax.base.files import read_json, write_json
 from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.checkpoint.hf_export import export_model
+from swa_jax.checkpoint.named import model_folder
 from swa_jax.checkpoint.served_cache import Memory, modules
 from swa_jax.checkpoint.servers import SERVERS
 from swa_jax.model.layer_types import FULL, HYBRID, WINDOW
@@ -24,7 +28,9 @@ from swa_jax.model.pattern import AttentionPattern
 
 WINDOW_SIZE, BATCHED, NEW = 24, 64, 8
 _RNG = np.random.default_rng(1)
-PROMPTS = [_RNG.integers(3, 130, length).tolist() for length in (400, 150)]
+PROMPTS = [
+    _RNG.integers(3, 130, length).tolist() for length in (380, 252)
+]  # an answer begins in one block and ends in the next
 TURN = _RNG.integers(3, 130, 40).tolist()
 CLOSE = 1e-4  # in log-probability; of values below -10 that part of 10
 SINKS, DECODE = {"num_sink_tokens": 3}, {"full_attention_decode": True}
@@ -48,6 +54,17 @@ def pattern_of(kind: str, layers: int) -> AttentionPattern:
     return AttentionPattern(types, WINDOW_SIZE, full_kv_heads=heads, **options)
 
 
+def check_next_turn(model, pattern, prompts, said) -> None:
+    """The next answers are those to a prompt that was never seen before."""
+    turns = [[*prompt, *answer, *TURN] for prompt, answer in zip(prompts, said["tokens"], strict=True)]
+    assert said["next_turn"] == generate(model, turns, max_new_tokens=NEW)
+    for turn, answer, theirs in zip(turns, said["next_turn"], said["next_logprobs"], strict=True):
+        begins = jnp.array([len(turn)]) if pattern.full_attention_decode else None
+        logits = model(jnp.array([turn + answer]), full_from=begins)[0, len(turn) - 1 : -1]  # [N, V]
+        ours = np.asarray(jax.nn.log_softmax(logits.astype(jnp.float32)))[np.arange(len(answer)), answer]
+        assert np.abs(ours - theirs).max() <= CLOSE * max(1, np.abs(ours).max() / 10)
+
+
 @pytest.mark.parametrize("kind", PATTERNS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_plugin_computes_what_we_do_in_the_memory_that_we_say(family, kind, plugin_engine, checkpoints, tmp_path):
@@ -62,8 +79,7 @@ def test_the_plugin_computes_what_we_do_in_the_memory_that_we_say(family, kind, 
     assert difference <= CLOSE * max(1, largest / 10)
     assert said["tokens"] == generate(model, PROMPTS, max_new_tokens=NEW)
     assert said["second"] == said["tokens"]
-    turns = [[*prompt, *answer, *TURN] for prompt, answer in zip(PROMPTS, said["tokens"], strict=True)]
-    assert said["next_turn"] == generate(model, turns, max_new_tokens=NEW)
+    check_next_turn(model, pattern, PROMPTS, said)
     assert min(said["reused"] + said["next_reused"]) > 0
 
     memory = Memory(source.config, source.hf_config, LENGTH, "vllm-plugin", BATCHED)
@@ -77,6 +93,7 @@ def test_the_plugin_computes_what_we_do_in_the_memory_that_we_say(family, kind, 
     whole = -(-LENGTH // memory.blocks.tokens)
     for group in said["groups"]:
         assert (group["granted"][0] < whole) == (group["window"] is not None)
+        assert (group["window"] is None or pattern.num_sink_tokens > 0) == said["first"][0][said["groups"].index(group)]
     for held in said["held"]:
         assert all(most <= group["granted"][0] for most, group in zip(held, said["groups"], strict=True))
 
@@ -141,3 +158,26 @@ def test_another_version_is_refused_in_a_sentence():
     assert "was tried with vLLM 0.32.0, and this is vLLM 0.31.0: install vllm==0.32.0" in refused.stderr
     allowed = subprocess.run(command, env=environment | {"SWA_JAX_VLLM_UNTRIED": "1"}, capture_output=True, text=True)
     assert allowed.returncode == 0, allowed.stderr
+
+
+@pytest.mark.parametrize("name", ["recall", "smollm2"])
+def test_real_models(name, plugin_engine, tmp_path):
+    """Sink tokens with single full heads, of a prompt of 14 windows and the turn after its answer."""
+    folder = model_folder(name if name == "recall" else real_model(name))
+    source = open_checkpoint(folder)
+    layers, length = source.config.num_hidden_layers, 1024
+    heads = tuple((0,) if layer % 4 == 3 else () for layer in range(layers))
+    types = tuple(HYBRID if full else WINDOW for full in heads)
+    pattern = AttentionPattern(types, 64, num_sink_tokens=4, full_kv_heads=heads)
+    export = export_model(folder, tmp_path / "export", pattern=pattern, server="vllm-plugin", canary=False)
+    model = load_model(folder, pattern=pattern, dtype="float32")
+    prompts = [np.random.default_rng(0).integers(10, 100, length - 100).tolist()]
+    said = plugin_engine(export, prompts, length, 64, NEW, TURN)
+    assert "refused" not in said, said
+    difference, largest = difference_of(model, prompts, said)
+    assert difference <= CLOSE * max(1, largest / 10)
+    assert said["tokens"] == said["second"] == generate(model, prompts, max_new_tokens=NEW)
+    check_next_turn(model, pattern, prompts, said)
+    memory = Memory(source.config, source.hf_config, length, "vllm-plugin", 64)
+    granted = granted_entries(said)[0] * 2 * source.config.head_dim * 2  # of one KV head
+    assert memory.bytes(pattern) == granted < 0.5 * memory.full
