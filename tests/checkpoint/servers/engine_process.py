@@ -15,6 +15,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": "",
 }
 
 

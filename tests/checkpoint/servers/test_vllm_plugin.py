@@ -142,7 +142,7 @@ def test_without_the_plugin_it_is_refused(family, engine, checkpoints, tmp_path)
     pattern = pattern_of("all", source.config.num_hidden_layers)
     folder = export_model(source.folder, tmp_path / "hf", pattern=pattern, server="vllm-plugin", canary=False)
     assert f"swa_jax_{family}" in engine(folder, PROMPTS, LENGTH, BATCHED)["refused"]
-    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": ""}
+    environment = os.environ | ENVIRONMENT
     command = [os.environ["SERVERS_PYTHON"], "-c", LOAD, folder]
     loaded = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert loaded.returncode
