@@ -1,5 +1,6 @@
 """vLLM's models with the pattern in place of their attention."""
 
+import torch
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.models.gemma3 import Gemma3ForCausalLM
 from vllm.model_executor.models.llama import LlamaForCausalLM
@@ -42,4 +43,7 @@ class SwaJaxQwen3ForCausalLM(_WithPattern, Qwen3ForCausalLM):
 
 
 class SwaJaxGemma3ForCausalLM(_WithPattern, Gemma3ForCausalLM):
-    pass
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        if vllm_config.model_config.dtype == torch.float16:  # vLLM refuses it by the name of the model, which is ours
+            raise ValueError("Gemma 3 overflows in float16: serve it with --dtype bfloat16 or float32")
+        super().__init__(vllm_config=vllm_config, prefix=prefix)

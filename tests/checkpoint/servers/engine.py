@@ -63,6 +63,7 @@ def run(
     batched_tokens: int,
     turn: list[int] | None = None,
     blocks: int | None = None,
+    dtype: str = "float32",
 ) -> dict:
     """What the engine answers to `prompts`; then to the same prompts once more, and to what a user says to its answers,
     both from its cache of prefixes.
@@ -85,7 +86,7 @@ def run(
     llm = LLM(
         folder,
         skip_tokenizer_init=True,
-        dtype="float32",
+        dtype=dtype,
         max_model_len=length,
         max_num_batched_tokens=batched_tokens,
         enable_chunked_prefill=True,

@@ -27,9 +27,9 @@ def engine_process(log, packages=""):
     environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(packages)}
     with log.open("w") as errors, subprocess.Popen(command, stderr=errors, env=environment, **pipes) as process:
 
-        def ask(folder, prompts, length, batched_tokens, new_tokens=8, turn=(), blocks=None):
+        def ask(folder, prompts, length, batched_tokens, new_tokens=8, turn=(), **options):
             job = {"folder": str(folder), "prompts": prompts, "new_tokens": new_tokens}
-            job |= {"length": length, "batched_tokens": batched_tokens, "turn": turn, "blocks": blocks}
+            job |= {"length": length, "batched_tokens": batched_tokens, "turn": turn, **options}
             process.stdin.write(json.dumps(job) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()

@@ -133,6 +133,12 @@ def test_another_pattern_is_noticed(kind, change, plugin_engine, checkpoints, tm
     assert difference_of(load_model(source.folder, pattern=pattern), PROMPTS, said)[0] > 10 * CLOSE
 
 
+def test_gemma_in_float16_is_refused(plugin_engine, checkpoints, tmp_path):
+    folder = export_model(checkpoints("gemma3_text"), tmp_path / "hf", server="vllm-plugin", canary=False)
+    said = plugin_engine(folder, PROMPTS, LENGTH, BATCHED, dtype="float16")
+    assert "Gemma 3 overflows in float16" in said["refused"]
+
+
 LOAD = "import sys, transformers as t; t.AutoModelForCausalLM.from_pretrained(sys.argv[1])"
 
 
