@@ -147,7 +147,7 @@ def export(
         in_serving(
             "--for",
             metavar="SERVER",
-            help="Who will run it: transformers, vllm, vllm-plugin, tpu-inference, sglang. What it cannot is refused.",
+            help="Who runs it: transformers, vllm, vllm-plugin, tpu-inference, sglang. What it cannot run is refused.",
         ),
     ] = None,
     as_full: Annotated[
