@@ -19,6 +19,7 @@ from swa_jax.base.files import check_local, check_room
 from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.checkpoint.named import BUNDLED, model_folder
 from swa_jax.checkpoint.served_cache import Memory
+from swa_jax.checkpoint.servers import runs_single_heads
 from swa_jax.data.batches import check_source, make_batches
 from swa_jax.data.chat import find_wrap
 from swa_jax.data.sources import RECORDS, SourceConfig
@@ -174,10 +175,10 @@ def prepare(settings: AdaptOptions) -> Adaptation:
         raise ConfigError(
             f"--kv-budget is {settings.kv_budget:g}: give the share of full attention's cache, above 0 and at most 1"
         )
-    if settings.unit == "heads" and settings.server is not None:
+    if settings.unit == "heads" and not runs_single_heads(settings.server):
         raise ConfigError(
-            f"--unit heads keeps single KV heads full, which {settings.server} cannot run: leave out --for, or choose "
-            "layers"
+            f"--unit heads keeps single KV heads full, which {settings.server} cannot run: take --for vllm-plugin, "
+            "leave out --for, or choose layers"
         )
     _check_folder(settings.out)
     _check_files(settings)

@@ -31,7 +31,12 @@ from swa_jax.report.layer_charts import layer_scores_chart
 from swa_jax.report.memory_charts import candidates_chart
 from swa_jax.report.numbers import MEGABYTE, with_interval
 
-PORTS = {"vllm": 8000, "tpu-inference": 8000, "sglang": 30000}  # that servers which a receipt can ask listen on
+PORTS = {
+    "vllm": 8000,
+    "vllm-plugin": 8000,
+    "tpu-inference": 8000,
+    "sglang": 30000,
+}  # that servers which a receipt can ask listen on
 FIGURES = {"right": "answers right", "losses": "loss, nats a token"}
 
 
@@ -94,7 +99,7 @@ def _remedies(job: Adaptation) -> str:
     if not settings.tune:
         ways.append("training under the pattern (--tune)")
     if settings.server and any("num_sink_tokens" in line for line in job.space.left_out):
-        ways.append(f"sink tokens (leave out --for: {_called(settings.server)} cannot run them)")
+        ways.append(f"sink tokens ({_called(settings.server)} cannot run them, --for vllm-plugin can)")
     return f"What may help: {'; '.join(ways)}."
 
 
@@ -273,7 +278,9 @@ def _memory(
 
 def _called(server: str) -> str:
     """A server as it writes itself."""
-    return {"vllm": "vLLM", "sglang": "SGLang", "mlx-lm": "MLX-LM"}.get(server, server)
+    return {"vllm": "vLLM", "vllm-plugin": "vLLM with swa-jax-vllm", "sglang": "SGLang", "mlx-lm": "MLX-LM"}.get(
+        server, server
+    )
 
 
 def _place(job: Adaptation) -> str:

@@ -26,6 +26,7 @@ from swa_jax.checkpoint.families.quantization import (
     without_quantization,
 )
 from swa_jax.checkpoint.families.text_part import text_config
+from swa_jax.checkpoint.families.vllm_plugin import without_pattern
 from swa_jax.checkpoint.folder import (
     CONFIG_FILE,
     PATTERN_FILE,
@@ -142,11 +143,11 @@ def check_source(source: str | Path, pattern: AttentionPattern | str | Path | No
 
         return check_gguf(file, pattern)
     folder = open_source(source)
-    whole = _read_config(folder)
+    whole, said = without_pattern(_read_config(folder))
     text = text_config(whole)
     hf = whole if text is None else text
     config = model_config(hf)
-    chosen = _choose_pattern(folder, hf, config, pattern)
+    chosen = _choose_pattern(folder, said or hf_pattern(hf), config, pattern)
     companions = read_companions(folder)
     notes = check_companions(folder, {**companions, CONFIG_FILE: json.dumps(hf).encode()}, config.vocab_size)
     headers = read_headers(folder)
@@ -227,14 +228,13 @@ def _read_config(folder: ModelFolder) -> dict[str, Any]:
 
 
 def _choose_pattern(
-    folder: ModelFolder, hf: Mapping[str, Any], config: ModelConfig, pattern: AttentionPattern | str | Path | None
+    folder: ModelFolder, own: AttentionPattern, config: ModelConfig, pattern: AttentionPattern | str | Path | None
 ) -> AttentionPattern:
     if pattern is None and (own_file := companion(folder, PATTERN_FILE)) is not None:
         data = parse_json(own_file.read_bytes(), own_file, finite=True)
         return load_pattern(AttentionPattern.from_object(str(own_file), data), config)
     if isinstance(pattern, AttentionPattern) or (pattern is not None and is_pattern_file(pattern)):
         return load_pattern(pattern, config)
-    own = hf_pattern(hf)
     return load_pattern(own if pattern is None else pattern, config, default_window=own.sliding_window)
 
 

@@ -104,7 +104,10 @@ def describe(pattern: AttentionPattern) -> str:
     if not windowed:
         return "full attention in every layer, as written"
     where = "every layer" if len(windowed) == pattern.num_layers else f"{len(windowed)} of {pattern.num_layers} layers"
-    return f"{'chunks' if pattern.chunked else 'a window'} of {pattern.sliding_window} keys in {where}, as written"
+    sinks = f" and {pattern.num_sink_tokens} sink tokens" if pattern.num_sink_tokens else ""
+    heads = ", with single full KV heads" if HYBRID in pattern.layer_types else ""
+    kind = "chunks" if pattern.chunked else "a window"
+    return f"{kind} of {pattern.sliding_window} keys{sinks} in {where}{heads}, as written"
 
 
 def _windows(right: Reading, hf: Mapping[str, Any]) -> Iterator[Reading]:

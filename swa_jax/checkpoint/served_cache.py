@@ -6,7 +6,7 @@ sequences and handed out in blocks, so that a pattern may save less there, or no
 vLLM (and tpu-inference, which plans with vLLM's code) sorts the layers into groups of one kind and of equal size, so
 that a block of any group takes the same memory. The size is that of the rarer kind, or of the other kind where that has
 fewer than 1.5 times as many layers; a group that is not full is paid for as if it were (`kv_cache_planning.py` of vLLM
-0.33.0).
+0.33.0). For the plug-in's single full KV heads, layers are cut into modules of one size, which are grouped like layers.
 
 SGLang has a pool for full layers and one for windowed layers, whose sizes stand in one proportion, so that a sequence
 takes what the larger of its two parts asks for (`pool_configurator.py` of SGLang 0.5.23). An export's command sets the
@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from swa_jax.base.errors import ConfigError
-from swa_jax.checkpoint.families import inexpressible
-from swa_jax.checkpoint.servers import SERVERS, Served, ServerClass, check_target, find_served, served_config
+from swa_jax.checkpoint.servers import SERVERS, Served, ServerClass, check_target, find_served, served_config, unserved
 from swa_jax.model.cache import cache_bytes
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, WINDOW
@@ -57,6 +56,7 @@ DEVICES = {
         "mi300x": Device(16384),
         "cpu": Device(2048, batches=1),
     },
+    "vllm-plugin": {"cpu": Device(2048, batches=1)},
     "tpu-inference": {"v6e": Device(1024), "v5e": Device(512), "v5p": Device(256), "v7x": Device(2048)},
     "sglang": {
         **dict.fromkeys(("h100", "h200", "a100", "gb10"), Device(8192)),
@@ -65,7 +65,7 @@ DEVICES = {
     },
     "mlx-lm": {"apple": Device(2048, batches=1)},
 }
-_GROUPING = ("vllm", "tpu-inference")  # servers that plan as vLLM does
+_GROUPING = ("vllm", "vllm-plugin", "tpu-inference")  # servers that plan as vLLM does
 _SIZES = dict.fromkeys(_GROUPING, "--max-model-len {length} --max-num-batched-tokens {batched}")
 _SIZES["mlx-lm"] = "--prefill-step-size {batched}"
 _SIZES["sglang"] = "--context-length {length} --chunked-prefill-size {batched} --swa-full-tokens-ratio {ratio:g}"
@@ -85,7 +85,7 @@ def _block_tokens(server: str, device: str, length: int) -> int:
 
     On a TPU the page tables lie in scalar memory, so that pages grow (`PallasAttentionBackend` of tpu-inference).
     """
-    if server == "vllm":
+    if server in ("vllm", "vllm-plugin"):
         return 128 if device == "cpu" else 16
     if server == "mlx-lm":
         return 256  # `KVCache.step`
@@ -117,7 +117,9 @@ def group_layers(full: int, windowed: int) -> Groups:
     return Groups(size, -(-full // size), -(-windowed // size))
 
 
-def grouped_entries(full: int, windowed: int, window: int | None, length: int, blocks: Blocks) -> tuple[int, Groups]:
+def grouped_entries(
+    full: int, windowed: int, window: int | None, length: int, blocks: Blocks, sink_tokens: int = 0
+) -> tuple[int, Groups]:
     """Entries (tokens times layers) that vLLM's planner grants a sequence of `length` tokens, and the groups."""
     groups = group_layers(full, windowed)
     whole = -(-length // blocks.tokens)
@@ -125,8 +127,18 @@ def grouped_entries(full: int, windowed: int, window: int | None, length: int, b
     if windowed:
         assert window is not None
         # A window need not begin where a block does.
-        short = -(-min(window - 1 + blocks.in_flight, length) // blocks.tokens) + 1
+        short = -(-min(window - 1 + blocks.in_flight, length) // blocks.tokens) + 1 + -(-sink_tokens // blocks.tokens)
     return groups.layers * blocks.tokens * (groups.full * whole + groups.windowed * short), groups
+
+
+def modules(pattern: AttentionPattern, num_kv_heads: int) -> tuple[int, int]:
+    """How many attention modules keep the whole sequence, and how many a window.
+
+    A module is a layer, or with single full KV heads so many heads of one as divide the heads of each kind everywhere.
+    """
+    size = math.gcd(num_kv_heads, *pattern.full_head_counts)
+    whole = int(pattern.full_cache_heads(num_kv_heads).sum()) // size
+    return whole, pattern.num_layers * num_kv_heads // size - whole
 
 
 def pooled_ratio(window: int, length: int, blocks: Blocks) -> float:
@@ -236,7 +248,7 @@ class Memory:
         Raises:
           ConfigError: the server cannot run the pattern.
         """
-        if WINDOW not in pattern.layer_types:
+        if len(pattern.full_layers) == pattern.num_layers:
             return ""
         share = f"takes {self.share(pattern):.1%} of what full attention takes, counted {self.place}."
         steps = self.steps if self.frees(pattern) else ""
@@ -246,7 +258,7 @@ class Memory:
         """What starts the server, with the sizes that windows were counted with; "" where there is none to start."""
         command = served.command.format(folder=folder)
         pattern, blocks = served.pattern, self.blocks
-        if blocks is None or not served.runs.frees or WINDOW not in pattern.layer_types:
+        if blocks is None or not served.runs.frees or len(pattern.full_layers) == pattern.num_layers:
             return command
         ratio = pooled_ratio(pattern.sliding_window or 0, self.length, blocks)
         sizes = _SIZES[str(self.server)].format(length=self.length, batched=self.batched_tokens, ratio=ratio)
@@ -262,6 +274,8 @@ class Memory:
         """The nearest number of full layers that the server groups without much waste; None if it is the pattern's."""
         windowed = pattern.layer_types.count(WINDOW)
         if self.blocks is None or self.server not in _GROUPING or not windowed or pattern.sliding_window is None:
+            return None
+        if pattern.full_attention_decode or any(pattern.full_kv_heads):
             return None
         full = pattern.num_layers - windowed
         return better_grouping(full, windowed, pattern.sliding_window, self.length, self.blocks)
@@ -280,7 +294,7 @@ class Memory:
 
     def _class(self, pattern: AttentionPattern) -> ServerClass | None:
         assert self.server is not None
-        if inexpressible(pattern) is not None:
+        if unserved(self.server, pattern) is not None:
             return None
         # Windows of more than one key make no difference to which class runs them.
         kind = pattern.layer_types, min(pattern.sliding_window or 0, 2)
@@ -314,23 +328,25 @@ class Memory:
         if self.server not in SERVERS:
             return cache_bytes(self.config, pattern, 1, self.length, 2)
         own = [layer for layer, source in enumerate(self.config.kv_sources) if layer == source]
-        windowed = sum(pattern.layer_types[layer] == WINDOW for layer in own)
-        full, blocks = len(own) - windowed, self.blocks
+        full, windowed = modules(pattern.of_layers(own), self.config.num_key_value_heads)
+        blocks = self.blocks
         assert blocks is not None
         unit = blocks.head_dim_unit
         whole = -(-self.length // blocks.tokens) * blocks.tokens
         if self.server in _GROUPING:
-            entries, _ = grouped_entries(full, windowed, pattern.sliding_window, self.length, blocks)
+            entries, _ = grouped_entries(
+                full, windowed, pattern.sliding_window, self.length, blocks, pattern.num_sink_tokens
+            )
         elif self.server == "mlx-lm":  # between two parts of a prompt every ring still has the last part
             entries = whole * full + min((pattern.sliding_window or 0) - 1 + blocks.in_flight, whole) * windowed
         elif runs.frees and full and windowed:
             ratio = pooled_ratio(pattern.sliding_window or 0, self.length, blocks)
             entries = self.length * full + math.ceil(self.length * ratio) * windowed
         else:
-            entries = self.length * len(own)
+            entries = self.length * (full + windowed)
         shapes = [self.config.head_shapes[layer] for layer in own]
         numbers = sum(kv_heads * -(-head_dim // unit) * unit for kv_heads, head_dim in shapes)
-        return entries * 2 * numbers * 2 // len(own)  # keys and values, of 2 bytes
+        return entries * 2 * numbers * 2 // (full + windowed)  # keys and values, of 2 bytes
 
 
 def most_within(memory: Memory, budget: float, most: int, make: Callable[[int], AttentionPattern]) -> AttentionPattern:

@@ -17,8 +17,9 @@ from swa_jax.base.errors import ConfigError
 from swa_jax.base.settings import nearest
 from swa_jax.checkpoint.families import expressed, fully, inexpressible, model_config, same_model
 from swa_jax.checkpoint.families.common import Family, HfConfig, HfKeys
+from swa_jax.checkpoint.families.vllm_plugin import architecture_of, with_pattern
 from swa_jax.model.config import ModelConfig
-from swa_jax.model.layer_types import FULL, WINDOW
+from swa_jax.model.layer_types import FULL, HYBRID, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
 
@@ -31,6 +32,7 @@ class Reads(enum.Enum):
     EVEN = "layers 0, 2, 4 and so on have it"
     ALIKE = "all layers, or none"
     NEVER = "no layer has one"
+    PATTERN = "by the pattern itself, with sink tokens, full-attention decode and single full KV heads"
 
 
 def _any(config: ModelConfig) -> bool:
@@ -94,7 +96,7 @@ class Served:
 
     def describe(self, server: str) -> str:
         """What the server will run, in a few sentences."""
-        windowed = self.pattern.layer_types.count(WINDOW)
+        windowed = self.pattern.num_layers - len(self.pattern.full_layers)
         of = f"{windowed} of {self.pattern.num_layers} layers" if windowed else "no layer"
         lines = [f"{_called(server)} runs it as {self.runs.name}, with a window in {of}."]
         if windowed and self.runs.surplus:
@@ -102,6 +104,10 @@ class Served:
                 f"This class sees {self.runs.surplus} key more than sliding_window says, so "
                 f"{self.hf['sliding_window']} is written for a window of {self.pattern.sliding_window}."
             )
+        if self.runs.reads is Reads.PATTERN:
+            lines.append("It needs the plug-in swa-jax-vllm beside vLLM: pip install ./plugins/vllm")
+            if windowed and self.pattern.full_attention_decode:
+                lines.append("With full-attention decode all layers keep the whole sequence.")
         if windowed and not self.runs.frees:
             lines.append("It computes the windows, but keeps the caches of windowed layers whole.")
         return "\n".join(lines)
@@ -146,6 +152,10 @@ _VLLM_BY_TRANSFORMERS = {
     "starcoder2": _native("TransformersForCausalLM", Reads.ALIKE),
     "vaultgemma": _native("TransformersForCausalLM"),
     "mellum": _native("TransformersMoEForCausalLM"),
+}
+_VLLM_PLUGIN = {
+    model_type: _native(architecture_of(model_type), Reads.PATTERN)
+    for model_type in ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
 }
 
 
@@ -241,6 +251,7 @@ _MLX = {
 }
 SERVERS: dict[str, Server] = {
     "vllm": Server("0.33.0", "vllm serve {folder}", _VLLM | _VLLM_BY_TRANSFORMERS),
+    "vllm-plugin": Server("0.32.0", "vllm serve {folder}", _VLLM_PLUGIN),
     "tpu-inference": Server(
         # Its own classes in JAX know no window; those of vLLM do, and run where the variable says so.
         "0.32.0",
@@ -283,7 +294,7 @@ def served_config(server: str, hf: HfConfig, pattern: AttentionPattern, *, as_fu
     routes = [f"--for {' or '.join(others)} runs it"] if others else []
     if find_served(server, fully(hf), full) is not None:
         routes.append("--as-full exports it with full attention in every layer")
-    reason = inexpressible(pattern) or f"it has no class that runs {hf['model_type']} with these windows"
+    reason = unserved(server, pattern) or f"it has no class that runs {hf['model_type']} with these windows"
     raise ConfigError("; ".join([f"{_called(server)} cannot run this pattern: {reason}", *routes]))
 
 
@@ -293,7 +304,7 @@ def _called(server: str) -> str:
 
 def find_served(server: str, hf: HfConfig, pattern: AttentionPattern) -> Served | None:
     """The same as `served_config`, but None where the server cannot run the pattern, without looking for what can."""
-    if inexpressible(pattern) is not None:
+    if unserved(server, pattern) is not None:
         return None
     config = model_config(hf)
     full = AttentionPattern((FULL,) * pattern.num_layers)
@@ -315,9 +326,22 @@ def find_served(server: str, hf: HfConfig, pattern: AttentionPattern) -> Served 
     return None
 
 
+def unserved(server: str, pattern: AttentionPattern) -> str | None:
+    """What no class of a server knows of a pattern."""
+    if server == "vllm-plugin":
+        types = tuple(WINDOW if kind == HYBRID else kind for kind in pattern.layer_types)
+        return inexpressible(AttentionPattern(types, pattern.sliding_window))
+    return inexpressible(pattern)
+
+
+def runs_single_heads(server: str | None) -> bool:
+    """Whether layers may keep single KV heads full; None: here, where they may."""
+    return server is None or unserved(server, AttentionPattern((HYBRID,), 1, full_kv_heads=((0,),))) is None
+
+
 def _has(runs: ServerClass, pattern: AttentionPattern) -> bool:
     """Whether a class can have the windows of a pattern."""
-    windowed = [kind == WINDOW for kind in pattern.layer_types]
+    windowed = [kind != FULL for kind in pattern.layer_types]
     if not any(windowed):
         return runs.reads is not Reads.BOTH
     possible = {
@@ -327,6 +351,7 @@ def _has(runs: ServerClass, pattern: AttentionPattern) -> bool:
         Reads.EVEN: windowed == [layer % 2 == 0 for layer in range(pattern.num_layers)],
         Reads.ALIKE: all(windowed),
         Reads.NEVER: False,
+        Reads.PATTERN: True,
     }[runs.reads]
     return possible and (pattern.sliding_window or 0) > runs.surplus
 
@@ -335,6 +360,8 @@ def _written_for(
     runs: ServerClass, family: Family, hf: HfConfig, config: ModelConfig, pattern: AttentionPattern
 ) -> HfKeys | None:
     """`hf` with the keys by which a class has the windows of a pattern; None if the family cannot say them."""
+    if runs.reads is Reads.PATTERN:
+        return with_pattern(fully(hf), pattern)
     out = expressed(family, hf, pattern, config)
     if out is None and runs.alone:
         out = {**fully(hf), "layer_types": list(pattern.layer_types), "sliding_window": pattern.sliding_window}

@@ -147,7 +147,7 @@ def export(
         in_serving(
             "--for",
             metavar="SERVER",
-            help="Who will run it: transformers, vllm, tpu-inference, sglang or mlx-lm. What it cannot run is refused.",
+            help="Who runs it: transformers, vllm, vllm-plugin, tpu-inference, sglang, mlx-lm. The rest is refused.",
         ),
     ] = None,
     as_full: Annotated[

@@ -86,7 +86,7 @@ BatchSize = Annotated[int, in_running(metavar="N", help="Sequences computed at o
 Server = Annotated[
     str | None,
     in_serving(
-        "--for", metavar="SERVER", help="Count the cache as in transformers, vllm, tpu-inference, sglang, mlx-lm."
+        "--for", metavar="SERVER", help="Count as transformers, vllm, vllm-plugin, tpu-inference, sglang, mlx-lm."
     ),
 ]
 ServeLength = Annotated[

@@ -29,7 +29,7 @@ from swa_jax.cli.options import (
     resolve_patterns,
 )
 from swa_jax.model.config import ModelConfig
-from swa_jax.model.layer_types import HYBRID, WINDOW
+from swa_jax.model.layer_types import HYBRID
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import OWN
 
@@ -126,7 +126,7 @@ def _caches(
         except ConfigError as error:
             yield where | {"refused": str(error).split("; ")[0]}
             continue
-        steps = memory.steps if WINDOW in pattern.layer_types and memory.frees(pattern) else ""
+        steps = memory.steps if len(pattern.full_layers) < pattern.num_layers and memory.frees(pattern) else ""
         better = memory.better_full_layers(pattern)
         yield (
             where

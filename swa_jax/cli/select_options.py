@@ -142,13 +142,17 @@ class Budget(Counted):
             )
         if self.ratio is not None and not 0 <= self.ratio <= 1:
             raise ConfigError(f"--ratio is {self.ratio:g}: the share of windowed {unit} must lie between 0 and 1")
+        from swa_jax.checkpoint.servers import runs_single_heads
+
         if self.kv_budget is None:
             given = {"--for": self.server, "--serve-length": self.serve_length, "--batched-tokens": self.batched_tokens}
             given["--device"] = self.device
             if idle := next((option for option, value in given.items() if value is not None), None):
                 raise ConfigError(f"{idle} says where or how the cache of --kv-budget is counted: give that too")
-        elif self.server is not None and unit == "KV heads":
-            raise ConfigError(f"--for {self.server} runs no single full heads: leave it out, or choose layers")
+        elif unit == "KV heads" and not runs_single_heads(self.server):
+            raise ConfigError(
+                f"--for {self.server} runs no single full heads: take --for vllm-plugin, leave it out, or choose layers"
+            )
         elif not 0 < self.kv_budget <= 1:
             raise ConfigError(f"--kv-budget is {self.kv_budget:g}: give a share above 0 and at most 1")
 

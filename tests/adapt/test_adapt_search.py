@@ -42,6 +42,9 @@ def test_the_space_is_what_the_server_can_run(source):
     assert served.values["full_decode"] == (False,)
     assert served.values["size"] == (64, 128)
     assert len(served.left_out) == 3  # a window, sink tokens, full-attention decode
+    plugin = Memory(source.config, source.hf_config, 8192, "vllm-plugin", 64)
+    assert find_space(plugin, 0.3, [64], "heads").values["sink_tokens"] == (0, 4)
+    assert find_space(plugin, 1.0, [64]).values["full_decode"] == (False, True)
     heads = find_space(Memory(source.config, source.hf_config, 1024), 0.3, [64], "heads")
     assert heads.start.layout == "nll-heads"
     assert heads.most == int((0.3 - 64 / 1024) / (1 - 64 / 1024) * 32)

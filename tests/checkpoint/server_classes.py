@@ -4,6 +4,11 @@ Each function follows one class and gives the window of every layer, None for fu
 `swa_jax.checkpoint.servers`, whose table says the same in another way.
 """
 
+import runpy
+from pathlib import Path
+
+PLUGIN = Path(__file__).parents[2] / "plugins" / "vllm" / "swa_jax_vllm"
+
 
 def _by_layer_types(hf, surplus=0):
     types = hf.get("layer_types") or ["full_attention"] * hf["num_hidden_layers"]
@@ -66,6 +71,18 @@ def vllm(hf):
         assert hf["qkv_bias"]
         assert not hf.get("attention_bias")
     return [window or common for window in windows]
+
+
+def vllm_plugin(hf):
+    """The plug-in's own reading of the pattern; of a layer with single full KV heads the window of the others."""
+    (architecture,) = hf["architectures"]
+    assert f"class {architecture}(" in (PLUGIN / "models.py").read_text()
+    kv_heads = hf["num_key_value_heads"]
+    pattern = runpy.run_path(PLUGIN / "pattern.py")["Pattern"].read(
+        hf["swa_pattern"], hf["num_hidden_layers"], kv_heads
+    )
+    layers = [pattern.parts(layer, kv_heads) for layer in range(hf["num_hidden_layers"])]
+    return [next((part.rule.window for part in parts if part.rule.window), None) for parts in layers]
 
 
 def tpu_inference(hf):

@@ -1,5 +1,6 @@
 """Memory as served: vLLM's own planner as the judge, the cliff of its groups, and what `swa-jax pattern` says."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -22,7 +23,7 @@ from swa_jax.checkpoint.served_cache import (
     most_within,
 )
 from swa_jax.model.cache import cache_bytes
-from swa_jax.model.layer_types import FULL, WINDOW
+from swa_jax.model.layer_types import FULL, HYBRID, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
 ROOT = Path(__file__).parents[2]
@@ -95,7 +96,7 @@ def test_a_prompt_takes_sixteen_steps_at_least(length, batched):
     assert f"{memory.share(pattern):.1%} of what full attention takes, counted in vllm" in memory.describe(pattern)
     assert "a prompt of 64 takes 1 step;" in memory_of("llama-plain", 64, "vllm", 64).steps
     assert memory_of("llama-plain", length).steps == ""
-    with pytest.raises(ConfigError, match="--batched-tokens is of vllm, tpu-inference, sglang, mlx-lm"):
+    with pytest.raises(ConfigError, match="--batched-tokens is of vllm, vllm-plugin, tpu-inference, sglang, mlx-lm"):
         memory_of("llama-plain", length, None, 64)
 
 
@@ -208,7 +209,7 @@ def test_the_table_in_the_docs_is_what_is_counted():
 def test_a_device_that_is_not_known_is_refused():
     with pytest.raises(ConfigError, match="--device is 'v6e'; vllm runs on: h100, "):
         memory_of("llama-plain", 4096, "vllm", device="v6e")
-    with pytest.raises(ConfigError, match="--device is of vllm, tpu-inference, sglang, mlx-lm"):
+    with pytest.raises(ConfigError, match="--device is of vllm, vllm-plugin, tpu-inference, sglang, mlx-lm"):
         memory_of("llama-plain", 4096, device="h100")
 
 
@@ -238,3 +239,25 @@ def test_the_first_that_fits_is_taken_and_refused_ones_are_passed_over():
     assert most_within(served, 1.0, layers, with_sinks).full_layers == tuple(range(layers))
     with pytest.raises(ConfigError, match="num_sink_tokens = 4"):
         most_within(served, 0.5, layers, with_sinks)
+
+
+def test_the_plugins_caches_by_hand():
+    """Blocks of 128 tokens: 1000 tokens are 8, and a window of 100 with a batch of 128 takes 3."""
+    memory = memory_of("llama-plain", 1000, "vllm-plugin", 128)
+    heads, channels, layers = memory.config.num_key_value_heads, memory.config.head_dim, memory.config.num_hidden_layers
+    assert layers == 4
+    block = 128 * channels * 2 * 2  # bytes, for one KV head
+    windows = AttentionPattern((WINDOW, FULL) * 2, 100)
+    assert memory.bytes(windows) == block * heads * 2 * (8 + 3)
+    sinks = dataclasses.replace(windows, num_sink_tokens=4)
+    assert memory.bytes(sinks) == block * heads * 2 * (8 + 3 + 1)
+    assert memory.bytes(dataclasses.replace(windows, num_sink_tokens=129)) == block * heads * 2 * (8 + 3 + 2)
+    assert memory.bytes(dataclasses.replace(sinks, full_attention_decode=True)) == memory.full
+    # One full head in each of 2 layers: 2 modules with whole caches and 6 with windows, in groups of 2.
+    single = AttentionPattern((HYBRID, HYBRID, WINDOW, WINDOW), 100, full_kv_heads=((0,), (heads - 1,), (), ()))
+    modules = layers * heads - 2
+    assert memory.bytes(single) == block * (2 * 8 + modules * 3)
+    assert memory.full == block * heads * layers * 8
+    assert memory.describe(single).startswith("The cache of a sequence of 1000 tokens takes ")
+    with pytest.raises(ConfigError, match="--for vllm-plugin runs it"):
+        memory_of("llama-plain", 1000, "vllm").bytes(sinks)

@@ -7,12 +7,13 @@ from exported_patterns import patterns
 from golden_models import GOLDEN, MODELS, bits_of, contents, hf_of
 
 from swa_jax.base.errors import ConfigError
+from swa_jax.base.files import read_json, write_json
 from swa_jax.checkpoint.families import FAMILIES, hf_pattern, model_config
 from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.servers import SERVERS, TARGETS, find_served, served_config
-from swa_jax.model.layer_types import WINDOW
+from swa_jax.model.layer_types import FULL, WINDOW
 
 NO_CLASS = {
     ("mlx-lm", "mellum-hybrid"),  # dense
@@ -24,6 +25,8 @@ NO_CLASS = {
 
 def computed(server: str, served) -> list[int | None]:
     """The windows that the server's class gives the layers."""
+    if server == "vllm-plugin":
+        return server_classes.vllm_plugin(served.hf)
     return getattr(server_classes, server.replace("-", "_"))(served.hf)
 
 
@@ -43,7 +46,7 @@ def test_a_server_computes_the_pattern_or_the_export_is_refused(model, server):
     for name, pattern in patterns(hf["num_hidden_layers"]).items():
         if (served := answers[name]) is None:
             continue
-        wanted = [pattern.sliding_window if kind == WINDOW else None for kind in pattern.layer_types]
+        wanted = [None if kind == FULL else pattern.sliding_window for kind in pattern.layer_types]
         if server == "transformers":
             assert hf_pattern(served.hf) == pattern
             server_classes.transformers(served.hf)
@@ -58,7 +61,8 @@ def test_a_server_computes_the_pattern_or_the_export_is_refused(model, server):
     known = server == "transformers" or hf["model_type"] in SERVERS[server].classes
     assert (answers["full"] is not None) or not known or (server, model) in NO_CLASS
     for name in ("sink tokens", "full-attention decode", "heads", "routed"):
-        assert answers[name] is None, name
+        plugin = server == "vllm-plugin" and name != "routed"
+        assert (answers[name] is not None) == (plugin and answers["full"] is not None), name
 
 
 @pytest.mark.parametrize(
@@ -145,6 +149,32 @@ def test_a_refusal_names_who_can(tmp_path):
         served_config("vlm", hf, patterns(hf["num_hidden_layers"])["odd"])
 
 
+@pytest.mark.parametrize("name", ["sink tokens", "full-attention decode", "heads"])
+def test_what_vllm_cannot_run_its_plugin_can(name, tmp_path):
+    hf = hf_of("qwen2-hybrid")
+    pattern = patterns(hf["num_hidden_layers"])[name]
+    with pytest.raises(ConfigError, match=r"cannot run this pattern: .*; --for vllm-plugin runs it; --as-full"):
+        served_config("vllm", hf, pattern)
+    checkpoint = import_model(GOLDEN / "qwen2-hybrid", tmp_path / "checkpoint", pattern=pattern)
+    export = export_model(checkpoint, tmp_path / "export", server="vllm-plugin", canary=False)
+    said = read_json(export / "config.json")
+    assert (said["model_type"], said["architectures"]) == ("swa_jax_qwen2", ["SwaJaxQwen2ForCausalLM"])
+    with pytest.raises(ConfigError, match="model_type 'swa_jax_qwen2' is not supported"):
+        model_config(said)
+    (export / "pattern.json").unlink()
+    assert open_checkpoint(import_model(export, tmp_path / "again")).pattern == pattern
+
+
+def test_a_damaged_pattern_for_the_plugin_is_one_sentence(tmp_path):
+    checkpoint = import_model(GOLDEN / "qwen2-hybrid", tmp_path / "checkpoint")
+    export = export_model(checkpoint, tmp_path / "export", server="vllm-plugin", canary=False)
+    said = read_json(export / "config.json")
+    for pattern, sentence in ((None, "swa_pattern must be a pattern"), ({}, "swa_pattern has no 'layer_types'")):
+        write_json(export / "config.json", said | {"swa_pattern": pattern})
+        with pytest.raises(ConfigError, match=sentence):
+            import_model(export, tmp_path / "again")
+
+
 @pytest.mark.parametrize("server", TARGETS)
 def test_import_of_an_export_gives_the_same_bits(tmp_path, server):
     checkpoint = import_model(GOLDEN / "qwen2-hybrid", tmp_path / "checkpoint")
@@ -162,7 +192,7 @@ def test_the_verb_says_how_to_start_the_server(tmp_path):
     assert f"Start it with: vllm serve {tmp_path / 'a'} {sizes}\n" in said
     assert "at 40 batched tokens (--batched-tokens), a prompt of 640 takes 16 steps" in said
     assert "are for a server" in fails("export", checkpoint, tmp_path / "b", "--batched-tokens", 64)
-    assert "known: transformers, vllm, tpu-inference, sglang, mlx-lm" in fails(
+    assert "known: transformers, vllm, vllm-plugin, tpu-inference, sglang, mlx-lm" in fails(
         "export", checkpoint, tmp_path / "b", "--no-canary", "--for", "ollama"
     )
     assert not (tmp_path / "b").exists()

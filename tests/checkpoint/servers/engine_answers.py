@@ -25,7 +25,7 @@ def granted_entries(said) -> list[int]:
     return [layers * said["block_tokens"] * count for count in blocks]
 
 
-def counted_entries(memory, full: int, windowed: int, window: int) -> list[int]:
+def counted_entries(memory, full: int, windowed: int, window: int, sink_tokens: int = 0) -> list[int]:
     """The same by our count, with one batch in flight and with two."""
     blocks = [memory.blocks._replace(in_flight=batches * memory.batched_tokens) for batches in (1, 2)]
-    return [grouped_entries(full, windowed, window, memory.length, one)[0] for one in blocks]
+    return [grouped_entries(full, windowed, window, memory.length, one, sink_tokens)[0] for one in blocks]

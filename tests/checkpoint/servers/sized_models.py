@@ -9,6 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from swa_jax.base.files import read_json, write_json
 from swa_jax.checkpoint.families import model_config
+from swa_jax.checkpoint.servers import SERVERS
 from swa_jax.checkpoint.tensor_names import hf_tensors
 
 LENGTH = 512
@@ -23,6 +24,15 @@ SIZES = {
 }
 EXPERTS = {"moe_intermediate_size": 32}
 YARN = {"beta_fast": 32.0, "beta_slow": 1.0}  # transformers' defaults, which vLLM's gpt-oss reads
+
+
+def goldens() -> dict[str, str]:
+    """A golden model of each family that vLLM runs."""
+    found: dict[str, str] = {}
+    for folder in sorted(GOLDEN.iterdir()):
+        if (folder / "config.json").exists() and (folder / "model.safetensors").exists():
+            found.setdefault(read_json(folder / "config.json").get("model_type"), folder.name)
+    return {family: found[family] for family in sorted(SERVERS["vllm"].classes)}
 
 
 def _longer(factors: list[float], channels: int) -> list[float]:

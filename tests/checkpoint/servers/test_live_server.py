@@ -10,7 +10,7 @@ import time
 import urllib.request
 
 import pytest
-from conftest import ENVIRONMENT
+from engine_process import ENVIRONMENT
 from sized_models import LENGTH, write_model
 
 from swa_jax.base.files import read_json, write_json

@@ -4,21 +4,18 @@ Every family that vLLM runs by our table, with every kind of pattern that the ta
 chunks, and once more from the cache of prefixes.
 """
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from engine_answers import counted_entries, difference_of, granted_entries
 from golden_models import GOLDEN
-from sized_models import LENGTH, write_model
+from sized_models import LENGTH, goldens
 
 from swa_jax import generate, load_model
 from swa_jax.base.files import read_json, write_json
 from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.checkpoint.hf_export import export_model
-from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.served_cache import Memory
-from swa_jax.checkpoint.servers import SERVERS, find_served
+from swa_jax.checkpoint.servers import find_served
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
@@ -43,15 +40,6 @@ def pattern_of(kind: str, layers: int) -> AttentionPattern:
     return AttentionPattern(types, WINDOW_SIZE if WINDOW in types else None)
 
 
-def goldens() -> dict[str, str]:
-    """A golden model of each family that vLLM runs."""
-    found: dict[str, str] = {}
-    for folder in sorted(GOLDEN.iterdir()):
-        if (folder / "config.json").exists() and (folder / "model.safetensors").exists():
-            found.setdefault(read_json(folder / "config.json").get("model_type"), folder.name)
-    return {family: found[family] for family in sorted(SERVERS["vllm"].classes)}
-
-
 def runs(golden: str, kind: str) -> bool:
     hf = read_json(GOLDEN / golden / "config.json")
     return find_served("vllm", hf, pattern_of(kind, hf["num_hidden_layers"])) is not None
@@ -64,20 +52,6 @@ def cases():
             yield pytest.param(
                 family, kind, marks=[pytest.mark.xfail(reason=wrong)] if wrong else [], id=f"{family}-{kind}"
             )
-
-
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory):
-    """A checkpoint folder of each family, made when it is asked for."""
-    made: dict[str, Path] = {}
-
-    def of(family):
-        if family not in made:
-            folder = tmp_path_factory.mktemp(family)
-            made[family] = import_model(write_model(goldens()[family], folder / "hf"), folder / "ours")
-        return made[family]
-
-    return of
 
 
 @pytest.mark.parametrize(

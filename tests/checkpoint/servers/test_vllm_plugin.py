@@ -1,0 +1,189 @@
+"""Sink tokens, full-attention decode and single full KV heads in vLLM's own engine, with our plug-in and without it.
+
+Five families, each with every kind of pattern: prompts in chunks, once more from the cache of prefixes, and the next
+turn of a conversation, whose first answer is in the cache.
+"""
+
+import os
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engine_answers import counted_entries, difference_of, granted_entries
+from engine_process import ENVIRONMENT, PLUGIN
+from real_models import real_model
+from sized_models import LENGTH
+
+from swa_jax import generate, load_model
+from swa_jax.base.files import read_json, write_json
+from swa_jax.checkpoint.folder import open_checkpoint
+from swa_jax.checkpoint.hf_export import export_model
+from swa_jax.checkpoint.named import model_folder
+from swa_jax.checkpoint.served_cache import Memory, modules
+from swa_jax.checkpoint.servers import SERVERS
+from swa_jax.model.layer_types import FULL, HYBRID, WINDOW
+from swa_jax.model.pattern import AttentionPattern
+
+WINDOW_SIZE, BATCHED, NEW = 24, 64, 8
+_RNG = np.random.default_rng(1)
+PROMPTS = [
+    _RNG.integers(3, 130, length).tolist() for length in (380, 252)
+]  # an answer begins in one block and ends in the next
+TURN = _RNG.integers(3, 130, 40).tolist()
+CLOSE = 1e-4  # in log-probability; of values below -10 that part of 10
+SINKS, DECODE = {"num_sink_tokens": 3}, {"full_attention_decode": True}
+PATTERNS = {
+    "windows": ("wF", {}),
+    "sinks": ("wF", SINKS),
+    "sinks everywhere": ("w", SINKS),
+    "decode": ("wF", DECODE),
+    "heads": ("hF", {}),
+    "heads and sinks": ("whF", SINKS),
+    "all": ("hwF", SINKS | DECODE),
+}
+FAMILIES = sorted(SERVERS["vllm-plugin"].classes)
+
+
+def pattern_of(kind: str, layers: int) -> AttentionPattern:
+    letters, options = PATTERNS[kind]
+    row = (letters * layers)[:layers]
+    types = tuple({"F": FULL, "w": WINDOW, "h": HYBRID}[letter] for letter in row)
+    heads = tuple((layer // 2 % 2,) if letter == "h" else () for layer, letter in enumerate(row))
+    return AttentionPattern(types, WINDOW_SIZE, full_kv_heads=heads, **options)
+
+
+def check_next_turn(model, pattern, prompts, said) -> None:
+    """The next answers are those to a prompt that was never seen before."""
+    turns = [[*prompt, *answer, *TURN] for prompt, answer in zip(prompts, said["tokens"], strict=True)]
+    assert said["next_turn"] == generate(model, turns, max_new_tokens=NEW)
+    for turn, answer, theirs in zip(turns, said["next_turn"], said["next_logprobs"], strict=True):
+        begins = jnp.array([len(turn)]) if pattern.full_attention_decode else None
+        logits = model(jnp.array([turn + answer]), full_from=begins)[0, len(turn) - 1 : -1]  # [N, V]
+        ours = np.asarray(jax.nn.log_softmax(logits.astype(jnp.float32)))[np.arange(len(answer)), answer]
+        assert np.abs(ours - theirs).max() <= CLOSE * max(1, np.abs(ours).max() / 10)
+
+
+@pytest.mark.parametrize("kind", PATTERNS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_plugin_computes_what_we_do_in_the_memory_that_we_say(family, kind, plugin_engine, checkpoints, tmp_path):
+    source = open_checkpoint(checkpoints(family))
+    pattern = pattern_of(kind, source.config.num_hidden_layers)
+    folder = export_model(source.folder, tmp_path / "hf", pattern=pattern, server="vllm-plugin", canary=False)
+    model = load_model(source.folder, pattern=pattern)
+    said = plugin_engine(folder, PROMPTS, LENGTH, BATCHED, NEW, TURN)
+    assert "refused" not in said, said
+
+    difference, largest = difference_of(model, PROMPTS, said)
+    assert difference <= CLOSE * max(1, largest / 10)
+    assert said["tokens"] == generate(model, PROMPTS, max_new_tokens=NEW)
+    assert said["second"] == said["tokens"]
+    check_next_turn(model, pattern, PROMPTS, said)
+    assert min(said["reused"] + said["next_reused"]) > 0
+
+    memory = Memory(source.config, source.hf_config, LENGTH, "vllm-plugin", BATCHED)
+    assert memory.blocks.tokens == said["block_tokens"]
+    full, windowed = modules(pattern, source.config.num_key_value_heads)
+    granted = granted_entries(said)
+    assert granted == counted_entries(memory, full, windowed, WINDOW_SIZE, pattern.num_sink_tokens)
+    heads, channels = source.config.common_kv_heads, source.config.head_dim
+    module = heads // ((full + windowed) // pattern.num_layers)  # in KV heads
+    assert memory.bytes(pattern) == granted[0] * 2 * module * channels * 2
+    whole = -(-LENGTH // memory.blocks.tokens)
+    for group in said["groups"]:
+        assert (group["granted"][0] < whole) == (group["window"] is not None)
+        assert (group["window"] is None or pattern.num_sink_tokens > 0) == said["first"][0][said["groups"].index(group)]
+    for held in said["held"]:
+        assert all(most <= group["granted"][0] for most, group in zip(held, said["groups"], strict=True))
+
+
+@pytest.mark.parametrize(("kind", "blocks"), [("decode", 6), ("all", 6), ("sinks", 11)])
+def test_a_request_that_is_put_aside_answers_the_same(kind, blocks, plugin_engine, checkpoints, tmp_path):
+    """Both prompts are begun; then both need a block, and one is left. The other is computed again, its answer too."""
+    source = open_checkpoint(checkpoints("llama"))
+    pattern = pattern_of(kind, source.config.num_hidden_layers)
+    folder = export_model(source.folder, tmp_path / "hf", pattern=pattern, server="vllm-plugin", canary=False)
+    prompts = [np.random.default_rng(n).integers(3, 130, 246).tolist() for n in range(2)]
+    said = plugin_engine(folder, prompts, LENGTH, BATCHED, 20, blocks=blocks)
+    assert "refused" not in said, said
+    assert said["block_tokens"] == 128
+    assert said["put_aside"] > 0
+    assert said["tokens"] == generate(load_model(source.folder, pattern=pattern), prompts, max_new_tokens=20)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("sinks", {"num_sink_tokens": 2}),
+        ("sinks", {"sliding_window": WINDOW_SIZE + 1}),
+        ("heads", {"full_kv_heads": "others"}),
+    ],
+    ids=str,
+)
+def test_another_pattern_is_noticed(kind, change, plugin_engine, checkpoints, tmp_path):
+    source = open_checkpoint(checkpoints("llama"))
+    pattern = pattern_of(kind, source.config.num_hidden_layers)
+    folder = export_model(source.folder, tmp_path / "hf", pattern=pattern, server="vllm-plugin", canary=False)
+    hf = read_json(folder / "config.json")
+    if "full_kv_heads" in change:
+        change = {"full_kv_heads": [[1 - head for head in heads] for heads in pattern.full_kv_heads]}
+    write_json(folder / "config.json", hf | {"swa_pattern": hf["swa_pattern"] | change})
+    said = plugin_engine(folder, PROMPTS, LENGTH, BATCHED)
+    assert difference_of(load_model(source.folder, pattern=pattern), PROMPTS, said)[0] > 10 * CLOSE
+
+
+def test_gemma_in_float16_is_refused(plugin_engine, checkpoints, tmp_path):
+    folder = export_model(checkpoints("gemma3_text"), tmp_path / "hf", server="vllm-plugin", canary=False)
+    said = plugin_engine(folder, PROMPTS, LENGTH, BATCHED, dtype="float16")
+    assert "Gemma 3 overflows in float16" in said["refused"]
+
+
+LOAD = "import sys, transformers as t; t.AutoModelForCausalLM.from_pretrained(sys.argv[1])"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_the_plugin_it_is_refused(family, engine, checkpoints, tmp_path):
+    source = open_checkpoint(checkpoints(family))
+    pattern = pattern_of("all", source.config.num_hidden_layers)
+    folder = export_model(source.folder, tmp_path / "hf", pattern=pattern, server="vllm-plugin", canary=False)
+    assert f"swa_jax_{family}" in engine(folder, PROMPTS, LENGTH, BATCHED)["refused"]
+    environment = os.environ | ENVIRONMENT
+    command = [os.environ["SERVERS_PYTHON"], "-c", LOAD, folder]
+    loaded = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert loaded.returncode
+    assert f"model type `swa_jax_{family}`" in loaded.stderr
+
+
+def test_another_version_is_refused_in_a_sentence():
+    """As a vLLM that was not tried: the sentence says which was, and how to go on."""
+    code = "import vllm; vllm.__version__ = '0.31.0'; from swa_jax_vllm.versions import check_version; check_version()"
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(PLUGIN)}
+    command = [os.environ["SERVERS_PYTHON"], "-c", code]
+    refused = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert "was tried with vLLM 0.32.0, and this is vLLM 0.31.0: install vllm==0.32.0" in refused.stderr
+    allowed = subprocess.run(command, env=environment | {"SWA_JAX_VLLM_UNTRIED": "1"}, capture_output=True, text=True)
+    assert allowed.returncode == 0, allowed.stderr
+
+
+@pytest.mark.parametrize("name", ["recall", "smollm2"])
+def test_real_models(name, plugin_engine, tmp_path):
+    """Sink tokens with single full heads, of a prompt of 14 windows and the turn after its answer."""
+    folder = model_folder(name if name == "recall" else real_model(name))
+    source = open_checkpoint(folder)
+    layers, length = source.config.num_hidden_layers, 1024
+    heads = tuple((0,) if layer % 4 == 3 else () for layer in range(layers))
+    types = tuple(HYBRID if full else WINDOW for full in heads)
+    pattern = AttentionPattern(types, 64, num_sink_tokens=4, full_kv_heads=heads)
+    export = export_model(folder, tmp_path / "export", pattern=pattern, server="vllm-plugin", canary=False)
+    model = load_model(folder, pattern=pattern, dtype="float32")
+    prompts = [np.random.default_rng(0).integers(10, 100, length - 100).tolist()]
+    said = plugin_engine(export, prompts, length, 64, NEW, TURN)
+    assert "refused" not in said, said
+    difference, largest = difference_of(model, prompts, said)
+    assert difference <= CLOSE * max(1, largest / 10)
+    assert said["tokens"] == said["second"] == generate(model, prompts, max_new_tokens=NEW)
+    check_next_turn(model, pattern, prompts, said)
+    memory = Memory(source.config, source.hf_config, length, "vllm-plugin", 64)
+    granted = granted_entries(said)[0] * 2 * source.config.head_dim * 2  # of one KV head
+    assert memory.bytes(pattern) == granted < 0.5 * memory.full
