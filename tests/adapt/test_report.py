@@ -107,7 +107,7 @@ def test_what_is_worse_is_said_first(job):
     compared = [row("right", [-0.2, -0.3, -0.1], "needles-1"), row("losses", [-0.2, -0.3, -0.1])]
     page, text = report_of(job, compared=compared, adapted_speed=(1.5, 0.02), tune={"steps": 7, "losses": [1.0]})
     assert "It does worse than the original in: one number hidden. What may help: " in text
-    assert "a larger --kv-budget; training under the pattern (--tune); sink tokens (leave out --for: vLLM" in text
+    assert "a larger --kv-budget; training under the pattern (--tune); sink tokens (vLLM" in text
     assert "On this device the adapted model is not faster" in page
     assert "such requests" not in page
     assert "It was fine-tuned by LoRA for 7 steps." in page
