@@ -45,6 +45,8 @@ test-servers: venv $(SERVERS)/.installed ## exports of every family in vLLM's ow
 	SERVERS_PYTHON=$(SERVERS)/bin/python $(PYTEST) tests/checkpoint/servers
 
 $(SERVERS)/.installed: tests/checkpoint/servers/requirements.txt
+	@python3.11 -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "vLLM's build for CPUs needs python3.11 with its venv module: install it." >&2; exit 1; }
 	python3.11 -m venv $(SERVERS)
 	$(SERVERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
 	touch $@

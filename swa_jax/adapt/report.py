@@ -31,12 +31,8 @@ from swa_jax.report.layer_charts import layer_scores_chart
 from swa_jax.report.memory_charts import candidates_chart
 from swa_jax.report.numbers import MEGABYTE, with_interval
 
-PORTS = {
-    "vllm": 8000,
-    "vllm-plugin": 8000,
-    "tpu-inference": 8000,
-    "sglang": 30000,
-}  # that servers which a receipt can ask listen on
+# That servers listen on which a receipt can ask.
+PORTS = {"vllm": 8000, "vllm-plugin": 8000, "tpu-inference": 8000, "sglang": 30000}
 FIGURES = {"right": "answers right", "losses": "loss, nats a token"}
 
 

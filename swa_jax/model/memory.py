@@ -23,4 +23,4 @@ def free_memory() -> float:
 def check_fits(size: float, what: str, remedy: str) -> None:
     """Raises `ConfigError` where `size` bytes for `what` (a plural) are more than are free."""
     if size > 2**28 and size > (free := free_memory()):
-        raise ConfigError(f"{what} take {size / 2**30:,.0f} GiB, and {free / 2**30:.0f} GiB are free: {remedy}")
+        raise ConfigError(f"{what} take {size / 2**30:,.1f} GiB, and {free / 2**30:.1f} GiB are free: {remedy}")

@@ -23,14 +23,14 @@ def open_stages(config: TrainConfig, tokenizer: Tokenizer, partition: Partition 
     opened = {}
     for number, start in enumerate(config.starts):
         stage = config.stages[number]
+        if done >= start + stage.steps:
+            continue  # its data may be gone by now
         here = local_rows(partition, stage.batch_size)
         check_fits(
             (here.stop - here.start) * stage.sequence_length * 8,  # tokens and segment ids
             f"'stages.{number}': {stage.batch_size} rows of {stage.sequence_length} tokens",
             "lower 'batch_size'",
         )
-        if done >= start + stage.steps:
-            continue  # its data may be gone by now
         try:
             opened[number] = stage_batches(config, number, tokenizer, partition)
             opened[number].check()

@@ -195,7 +195,7 @@ def test_memory_counts_as_the_server_does():
     ("length", "tokens"), [(200, 16), (2048, 128), (8000, 256), (8193, 32), (32768, 64), (131072, 256), (200_000, 512)]
 )
 def test_pages_on_a_tpu_grow_with_the_sequence(length, tokens):
-    """By hand from `get_page_size` and `get_min_page_size` of tpu-inference 0.27, for 256 sequences."""
+    """By hand from `get_page_size` and `get_min_page_size` of tpu-inference 0.32.0, for 256 sequences."""
     assert memory_of("llama-plain", length, "tpu-inference").blocks.tokens == tokens
 
 

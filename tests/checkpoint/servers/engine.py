@@ -77,11 +77,10 @@ def run(
     Returns:
       logprobs: of each prompt's tokens but the first; tokens, second, next_turn: the new ones, each time;
       next_logprobs: of the next turn's; reused, next_reused: tokens that a second answer and the next turn's took from
-      the cache; groups: of the layers' caches,
-      each with its window (None: full attention), its layers, and the blocks `granted` to a request without and with
-      async scheduling; held: the most blocks that a request held in each group; first:
-      whether it still held its first one there at the end; block_tokens; put_aside: how many
-      requests of the first answers lost their blocks, and were computed again.
+      the cache; groups: of the layers' caches, each with its window (None: full attention), its layers, and the blocks
+      `granted` to a request without and with async scheduling; held: the most blocks that a request held in each group;
+      first: whether it still held its first one there at the end; block_tokens; put_aside: how many requests of the
+      first answers lost their blocks, and were computed again.
     """
     llm = LLM(
         folder,

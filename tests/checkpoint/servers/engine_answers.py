@@ -6,6 +6,13 @@ import numpy as np
 
 from swa_jax.checkpoint.served_cache import grouped_entries
 
+CLOSE = 1e-4  # in log-probability; of values below -10 that part of 10
+
+
+def limit_of(largest: float) -> float:
+    """How far log-probabilities may differ, of which `largest` is the greatest in size."""
+    return CLOSE * max(1, largest / 10)
+
 
 def difference_of(model, prompts, said) -> tuple[float, float]:
     """The greatest difference between the log-probabilities of prompts, and the greatest of ours."""
@@ -23,6 +30,12 @@ def granted_entries(said) -> list[int]:
     layers = max(len(group["layers"]) for group in said["groups"])
     blocks = (sum(group["granted"][on] for group in said["groups"]) for on in (0, 1))
     return [layers * said["block_tokens"] * count for count in blocks]
+
+
+def held_as_granted(said) -> bool:
+    """Whether no request held more blocks of a group than the planner grants."""
+    granted = [group["granted"][0] for group in said["groups"]]
+    return all(most <= limit for held in said["held"] for most, limit in zip(held, granted, strict=True))
 
 
 def counted_entries(memory, full: int, windowed: int, window: int, sink_tokens: int = 0) -> list[int]:

@@ -6,7 +6,7 @@ chunks, and once more from the cache of prefixes.
 
 import numpy as np
 import pytest
-from engine_answers import counted_entries, difference_of, granted_entries
+from engine_answers import CLOSE, counted_entries, difference_of, granted_entries, held_as_granted, limit_of
 from golden_models import GOLDEN
 from sized_models import LENGTH, goldens
 
@@ -23,7 +23,6 @@ WINDOW_SIZE, BATCHED, NEW = 24, 64, 8
 PATTERNS = {"windows first": "wF", "full first": "Fw", "1 in 4 full": "wwwF", "windows": "w", "full": "F"}
 _RNG = np.random.default_rng(0)
 PROMPTS = [_RNG.integers(3, 130, length).tolist() for length in (400, 150)]
-CLOSE = 1e-4  # in log-probability; of values below -10 that part of 10
 ROUNDED = {"apertus": 3e-2}  # vLLM computes the parameters of xIELU in bfloat16
 WRONG = {  # in vLLM 0.32.0 itself
     "gpt_oss": "on a CPU it gives NaN, with full attention too",
@@ -88,7 +87,7 @@ def test_vllm_computes_what_we_do_in_the_memory_that_we_say(family, kind, engine
     assert "refused" not in said, said
 
     difference, largest = difference_of(model, PROMPTS, said)
-    assert difference <= ROUNDED.get(family, CLOSE * max(1, largest / 10))
+    assert difference <= ROUNDED.get(family, limit_of(largest))
     assert said["second"] == said["tokens"]
     assert said["tokens"] == generate(model, PROMPTS, max_new_tokens=NEW)
     assert min(said["reused"]) > 0
@@ -101,5 +100,4 @@ def test_vllm_computes_what_we_do_in_the_memory_that_we_say(family, kind, engine
     windowed = sum(group["window"] is not None for group in said["groups"] for _ in group["layers"])
     window = max(filter(None, windows.values()), default=LENGTH)
     assert granted_entries(said) == counted_entries(memory, layers - windowed, windowed, window)
-    for held in said["held"]:
-        assert all(most <= group["granted"][0] for most, group in zip(held, said["groups"], strict=True))
+    assert held_as_granted(said)

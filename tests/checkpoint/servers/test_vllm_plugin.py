@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_answers import counted_entries, difference_of, granted_entries
+from engine_answers import CLOSE, counted_entries, difference_of, granted_entries, held_as_granted, limit_of
 from engine_process import ENVIRONMENT, PLUGIN
 from real_models import real_model
 from sized_models import LENGTH
@@ -28,11 +28,9 @@ from swa_jax.model.pattern import AttentionPattern
 
 WINDOW_SIZE, BATCHED, NEW = 24, 64, 8
 _RNG = np.random.default_rng(1)
-PROMPTS = [
-    _RNG.integers(3, 130, length).tolist() for length in (380, 252)
-]  # an answer begins in one block and ends in the next
+# An answer begins in one block and ends in the next.
+PROMPTS = [_RNG.integers(3, 130, length).tolist() for length in (380, 252)]
 TURN = _RNG.integers(3, 130, 40).tolist()
-CLOSE = 1e-4  # in log-probability; of values below -10 that part of 10
 SINKS, DECODE = {"num_sink_tokens": 3}, {"full_attention_decode": True}
 PATTERNS = {
     "windows": ("wF", {}),
@@ -62,7 +60,7 @@ def check_next_turn(model, pattern, prompts, said) -> None:
         begins = jnp.array([len(turn)]) if pattern.full_attention_decode else None
         logits = model(jnp.array([turn + answer]), full_from=begins)[0, len(turn) - 1 : -1]  # [N, V]
         ours = np.asarray(jax.nn.log_softmax(logits.astype(jnp.float32)))[np.arange(len(answer)), answer]
-        assert np.abs(ours - theirs).max() <= CLOSE * max(1, np.abs(ours).max() / 10)
+        assert np.abs(ours - theirs).max() <= limit_of(np.abs(ours).max())
 
 
 @pytest.mark.parametrize("kind", PATTERNS)
@@ -76,7 +74,7 @@ def test_the_plugin_computes_what_we_do_in_the_memory_that_we_say(family, kind, 
     assert "refused" not in said, said
 
     difference, largest = difference_of(model, PROMPTS, said)
-    assert difference <= CLOSE * max(1, largest / 10)
+    assert difference <= limit_of(largest)
     assert said["tokens"] == generate(model, PROMPTS, max_new_tokens=NEW)
     assert said["second"] == said["tokens"]
     check_next_turn(model, pattern, PROMPTS, said)
@@ -94,8 +92,7 @@ def test_the_plugin_computes_what_we_do_in_the_memory_that_we_say(family, kind, 
     for group in said["groups"]:
         assert (group["granted"][0] < whole) == (group["window"] is not None)
         assert (group["window"] is None or pattern.num_sink_tokens > 0) == said["first"][0][said["groups"].index(group)]
-    for held in said["held"]:
-        assert all(most <= group["granted"][0] for most, group in zip(held, said["groups"], strict=True))
+    assert held_as_granted(said)
 
 
 @pytest.mark.parametrize(("kind", "blocks"), [("decode", 6), ("all", 6), ("sinks", 11)])
@@ -181,7 +178,7 @@ def test_real_models(name, plugin_engine, tmp_path):
     said = plugin_engine(export, prompts, length, 64, NEW, TURN)
     assert "refused" not in said, said
     difference, largest = difference_of(model, prompts, said)
-    assert difference <= CLOSE * max(1, largest / 10)
+    assert difference <= limit_of(largest)
     assert said["tokens"] == said["second"] == generate(model, prompts, max_new_tokens=NEW)
     check_next_turn(model, pattern, prompts, said)
     memory = Memory(source.config, source.hf_config, length, "vllm-plugin", 64)
