@@ -53,7 +53,7 @@ _CLASSES = {
 SERVER = Server(
     "MLX-LM",
     "0.32.2",
-    "2026-11-02",
+    "2026-10-16",
     "mlx_lm.server --model {folder}",
     "--prefill-step-size {batched}",
     _CLASSES,

@@ -58,7 +58,7 @@ _CLASSES |= dict.fromkeys(("exaone4", "smollm3", "ministral", "cwm", "seed_oss")
 SERVER = Server(
     "SGLang",
     "0.5.23",
-    "2026-11-02",
+    "2026-10-30",
     "python -m sglang.launch_server --model-path {folder}",
     "--context-length {length} --chunked-prefill-size {batched} --swa-full-tokens-ratio {ratio:g}",
     _CLASSES,

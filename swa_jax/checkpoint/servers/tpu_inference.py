@@ -24,7 +24,7 @@ def _power_of_two(number: int) -> int:
 SERVER = Server(
     "tpu-inference",
     "0.32.0",
-    "2026-11-02",
+    "2026-10-22",
     "vllm serve {folder}",
     SIZES,
     NATIVE,

@@ -17,7 +17,7 @@ def _lacks(pattern: AttentionPattern) -> str | None:
 SERVER = Server(
     "vLLM with swa-jax-vllm",
     "0.32.0",
-    "2026-11-02",
+    "2026-10-18",
     "vllm serve {folder}",
     SIZES,
     {
