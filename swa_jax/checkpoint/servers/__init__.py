@@ -60,12 +60,19 @@ class Served:
 
 
 # A server is one file with a `SERVER`; its name here makes it known.
-_FILES = "vllm vllm_plugin tpu_inference sglang mlx_lm"
+_FILES = "vllm vllm_plugin tpu_inference sglang sglang_jax mlx_lm"
 SERVERS: dict[str, Server] = {
     name.replace("_", "-"): import_module(f"{__name__}.{name}").SERVER for name in _FILES.split()
 }
 TARGETS = ("transformers", *SERVERS)
 _POOL_KEYS = ("is_hybrid_swa", "hybrid_layer_pattern")  # of SGLang
+
+
+def list_targets() -> str:
+    """The servers, with the version of each that was read and the day it came out, as a table for a terminal."""
+    rows = [("--for", "version", "released"), ("transformers", "", "")]
+    rows += [(name, server.version, server.released) for name, server in SERVERS.items()]
+    return "\n".join(f"{name:14}{version:19}{day}".rstrip() for name, version, day in rows)
 
 
 def check_target(server: str | None) -> None:

@@ -63,6 +63,7 @@ SIZES = "--max-model-len {length} --max-num-batched-tokens {batched}"
 CPU = Device(2048, batches=1, block_tokens=128)
 SERVER = Server(
     "vLLM",
+    "vllm",
     "0.33.0",
     "2026-11-02",
     "vllm serve {folder}",
