@@ -7,6 +7,7 @@ that is read is a JSON object {folder, disable}; each line that is written is {c
 pool.
 """
 
+import importlib
 import json
 import os
 import sys
@@ -33,6 +34,8 @@ class StandIns(MetaPathFinder, Loader):
         pass
 
 
+# Before there is a stand-in for torchvision, of which transformers asks the version.
+importlib.import_module("transformers.models.auto.processing_auto")
 sys.meta_path.insert(0, StandIns())
 warnings.simplefilter("ignore")
 

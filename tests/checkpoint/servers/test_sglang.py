@@ -3,17 +3,13 @@
 Every golden model, with every kind of pattern that the table says SGLang runs. Nothing is computed: that wants a GPU.
 """
 
-import contextlib
 import dataclasses
 import itertools
-import json
-import os
-import subprocess
-from pathlib import Path
 
 import pytest
 from exported_patterns import patterns
 from golden_models import MODELS, hf_of
+from line_process import line_process
 
 from swa_jax.base.files import write_json
 from swa_jax.checkpoint.families import hf_pattern
@@ -21,31 +17,18 @@ from swa_jax.checkpoint.servers import find_served
 from swa_jax.model.layer_types import FULL
 
 
-@contextlib.contextmanager
-def reading_process(folder: Path):
+@pytest.fixture(scope="session")
+def sglang(tmp_path_factory):
     """A function from an export's `config.json` to what `sglang_reading.py` says of it."""
-    command = [os.environ["SERVERS_PYTHON"], str(Path(__file__).with_name("sglang_reading.py")), str(folder / "store")]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    numbers = itertools.count()
-    with (folder / "log").open("w") as errors, subprocess.Popen(command, stderr=errors, **pipes) as process:
+    folder, numbers = tmp_path_factory.mktemp("sglang"), itertools.count()
+    with line_process("sglang_reading.py", folder / "log", str(folder / "store")) as ask:
 
         def read(config: dict, disable: bool = False) -> dict:
             export = folder / str(next(numbers))  # it remembers what it has read
             export.mkdir()
             write_json(export / "config.json", config)
-            process.stdin.write(json.dumps({"folder": str(export), "disable": disable}) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-            assert line, (folder / "log").read_text()[-3000:]
-            return json.loads(line)
+            return ask(folder=str(export), disable=disable)
 
-        yield read
-        process.stdin.close()
-
-
-@pytest.fixture(scope="session")
-def sglang(tmp_path_factory):
-    with reading_process(tmp_path_factory.mktemp("sglang")) as read:
         yield read
 
 
