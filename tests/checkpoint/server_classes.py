@@ -125,6 +125,8 @@ def sglang(hf):
         "GraniteMoeSWAForCausalLM": _by_layer_types,
         "LagunaForCausalLM": _by_layer_types,
     }
+    if architecture == "Phi3ForCausalLM":
+        assert (hf.get("partial_rotary_factor") or 1) == hf["rope_parameters"].get("partial_rotary_factor", 1)
     if architecture == "GraniteMoeSWAForCausalLM":
         assert hf["head_dim"] * hf["num_attention_heads"] == hf["hidden_size"]
     if architecture.removesuffix("ForCausalLM") in ("Qwen3Moe", "Mellum", "GptOss", "Afmoe", "Mixtral"):

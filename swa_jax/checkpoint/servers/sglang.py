@@ -55,8 +55,8 @@ _CLASSES = {
     "gemma3_text": native("Gemma3ForCausalLM", frees=False),
     "granite": native("GraniteForCausalLM", Reads.NEVER, only=unbiased),
     "granite_swa": native("GraniteSWAForCausalLM", only=unbiased, full_flags=NO_POOL),
-    # With LongRoPE of a part of the channels it does not start.
-    "phi3": native("Phi3ForCausalLM", Reads.NEVER, only=lambda config: config.partial_rotary_factor == 1),
+    # It finds `partial_rotary_factor` beside RoPE's other parameters, not among them.
+    "phi3": native("Phi3ForCausalLM", Reads.NEVER, spelled=True),
     "cohere": native("CohereForCausalLM", Reads.NEVER),
     "cohere2": native("Cohere2ForCausalLM", surplus=1, pooled=True),
     "olmo2": native("Olmo2ForCausalLM", Reads.NEVER),
