@@ -1,5 +1,9 @@
 """Exports to a named server: what the server's own class makes of them, or a sentence that refuses."""
 
+import dataclasses
+import re
+from datetime import date
+
 import pytest
 import server_classes
 from command_line import fails, run
@@ -20,6 +24,10 @@ NO_CLASS = {
     ("mlx-lm", "mellum-moe-hybrid"),
     ("mlx-lm", "olmo3-hybrid"),  # full layers that keep the RoPE of windowed ones
     ("mlx-lm", "mistral-window"),
+    ("sglang-jax", "llama-yarn"),
+    ("sglang-jax", "llama3-rope"),
+    ("mlx-lm", "laguna-channels"),  # a gate for each channel
+    ("sglang", "granitemoe-swa-hybrid"),  # heads that do not divide the hidden channels
 }
 
 
@@ -42,8 +50,11 @@ def check_pools(served) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_a_server_computes_the_pattern_or_the_export_is_refused(model, server):
     hf = hf_of(model)
-    answers = {name: find_served(server, hf, pattern) for name, pattern in patterns(hf["num_hidden_layers"]).items()}
-    for name, pattern in patterns(hf["num_hidden_layers"]).items():
+    tried = patterns(hf["num_hidden_layers"])
+    if (own := hf_pattern(hf)).sliding_window:
+        tried["own"] = dataclasses.replace(own, sliding_window=5)
+    answers = {name: find_served(server, hf, pattern) for name, pattern in tried.items()}
+    for name, pattern in tried.items():
         if (served := answers[name]) is None:
             continue
         wanted = [None if kind == FULL else pattern.sliding_window for kind in pattern.layer_types]
@@ -101,6 +112,9 @@ def test_a_server_computes_the_pattern_or_the_export_is_refused(model, server):
         ("gemma2-hybrid", "sglang", "even", "Gemma2ForCausalLM"),
         ("granite-full", "vllm", "odd", "GraniteForCausalLM"),
         ("granite-full", "transformers", "odd", None),
+        ("exaone-moe-hybrid", "vllm", "full", "ExaoneMoeForCausalLM"),
+        ("laguna-hybrid", "sglang", "full", "LagunaForCausalLM"),
+        ("afmoe-hybrid", "tpu-inference", "full", None),
     ],
 )
 def test_which_class_runs_it(model, server, name, runs):
@@ -119,19 +133,28 @@ def test_a_dense_model_is_written_as_mellum_without_experts():
     assert not {"num_experts", "num_local_experts", "moe_intermediate_size"} & served.hf.keys()
 
 
-def test_every_family_has_a_class_on_vllm_or_is_ours_or_was_not_looked_at():
-    """Those that were not looked at are refused in a sentence, whatever the pattern."""
-    unknown = set(FAMILIES) - set(SERVERS["vllm"].classes) - {"swat"}
-    sparse = {"afmoe", "cohere2_moe", "exaone_moe", "granitemoe_swa", "laguna", "mimo_v2_flash"}
-    # vLLM finds Ministral 3's factor on queries under a key that transformers does not write, and leaves it out.
-    assert unknown == sparse | {"gemma4_text", "ministral3"}
-    for family in sparse:
-        hf = hf_of(f"{family.replace('_', '-')}-hybrid")
-        for server in SERVERS:
-            with pytest.raises(ConfigError, match=f"cannot run this pattern: it has no class that runs {family}"):
-                served_config(server, hf, patterns(5)["full"])
-            with pytest.raises(ConfigError, match=f"has no class for model_type '{family}'"):
-                served_config(server, hf, patterns(5)["even"], as_full=True)
+def test_every_family_is_decided_on_every_server():
+    """A class runs it, or a sentence says why none does, which the refusal repeats."""
+    found: dict[str, list[dict]] = {}
+    for hf in map(hf_of, MODELS):
+        found.setdefault(hf["model_type"], []).append(hf)
+    assert set(FAMILIES) - set(found) == {"swat"}  # this library's own, which no server runs
+    for name, server in SERVERS.items():
+        assert not set(server.classes) & set(server.no_class), name
+        assert set(server.classes) | set(server.no_class) <= set(FAMILIES), name
+        for family, models in found.items():
+            kinds = [(hf, [*patterns(hf["num_hidden_layers"]).values(), hf_pattern(hf)]) for hf in models]
+            if any(find_served(name, hf, pattern) is not None for hf, tried in kinds for pattern in tried):
+                continue
+            if family in server.classes:
+                assert all((name, model) in NO_CLASS for model in MODELS if hf_of(model)["model_type"] == family)
+                continue
+            hf, (full, *_) = kinds[0]
+            why = re.escape(server.no_class[family])
+            with pytest.raises(ConfigError, match=f"cannot run this pattern: {why}"):
+                served_config(name, hf, full)
+            with pytest.raises(ConfigError, match=f"does not run model_type '{family}': {why}"):
+                served_config(name, hf, full, as_full=True)
 
 
 def test_a_window_that_a_class_counts_otherwise_is_written_one_shorter():
@@ -192,7 +215,7 @@ def test_the_verb_says_how_to_start_the_server(tmp_path):
     assert f"Start it with: vllm serve {tmp_path / 'a'} {sizes}\n" in said
     assert "at 40 batched tokens (--batched-tokens), a prompt of 640 takes 16 steps" in said
     assert "are for a server" in fails("export", checkpoint, tmp_path / "b", "--batched-tokens", 64)
-    assert "known: transformers, vllm, vllm-plugin, tpu-inference, sglang, mlx-lm" in fails(
+    assert f"known: {', '.join(TARGETS)}" in fails(
         "export", checkpoint, tmp_path / "b", "--no-canary", "--for", "ollama"
     )
     assert not (tmp_path / "b").exists()
@@ -200,6 +223,23 @@ def test_the_verb_says_how_to_start_the_server(tmp_path):
         "export", checkpoint, tmp_path / "c", "--no-canary", "--for", "tpu-inference"
     )
     assert "--as-full needs --for" in fails("export", checkpoint, tmp_path / "d", "--no-canary", "--as-full")
+
+
+def test_the_servers_are_listed_with_their_versions(tmp_path):
+    """By every verb that has `--for`, whatever else is missing."""
+    listed = run("export", "--for", "help")
+    assert listed == run("adapt", "--for", "help") == run("select", "nll", "--for", "help")
+    assert [line.split()[0] for line in listed.splitlines()] == ["--for", *TARGETS]
+    for name, server in SERVERS.items():
+        assert [name, server.version, str(date.fromisoformat(server.released))] in map(str.split, listed.splitlines())
+
+
+def test_a_window_of_one_key_is_refused_where_a_kernel_takes_it_for_none():
+    hf = hf_of("olmo3-hybrid")
+    own = hf_pattern(hf)
+    with pytest.raises(ConfigError, match=r"sglang .* cannot run this pattern: windows of the query's own key alone"):
+        served_config("sglang", hf, dataclasses.replace(own, sliding_window=1))
+    assert find_served("sglang", hf, dataclasses.replace(own, sliding_window=2)) is not None
 
 
 def test_full_attention_is_written_only_where_it_is_asked_for(tmp_path):
