@@ -1,7 +1,8 @@
 """The answers in the receipt of an export: what the model generates after a prompt, and in the next turn.
 
 A server may treat the tokens that it generates otherwise than those of a prompt; log-probabilities of prompts do not
-show it. As a server does, this takes a prompt into a cache and then goes one token at a time, by the reading's pattern.
+show it. As a server does, this takes a prompt into a cache and then goes one token at a time. What each token sees is
+data: one compiled program generates, and reads what was generated in every way at once.
 """
 
 from __future__ import annotations
@@ -16,20 +17,25 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pallas_kernels.math.spec import NEVER
+from pallas_kernels import attention
+from pallas_kernels.math.spec import Packing
+from pallas_kernels.pools import write_token
 from swa_jax.checkpoint.check_server import TOP
-from swa_jax.model.attention import cast_parameters
-from swa_jax.model.cache import KVCache, allocate
+from swa_jax.model.attention import LayerData, cast_parameters, layer_data, model_spec
+from swa_jax.model.block import Block, Stream
+from swa_jax.model.cache import CachePools, KVCache
+from swa_jax.model.cached_attention import LayerPlace, layer_places
+from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.generate import layouts_of, prefill, prepare
-from swa_jax.model.layer_types import FULL, HYBRID, WINDOW
+from swa_jax.model.layer_types import FULL, HYBRID, SWITCH
 from swa_jax.model.pattern import AttentionPattern
 
 NEW, TURN = 16, 8  # tokens of an answer, and of what a user says to it
 CACHED = 8  # tokens of the first answer that end a block of the server's cache
 BLOCKS = (128, 64, 32, 16, 8, 1)  # tokens of such a block: the longest that fits is a multiple of the others
 MOST_PROMPTS = 2  # in the file
-STEP = 16  # texts of one token that take as long as a step of decoding, which reads all weights
+STEP = 16  # positions that take as long as a step of decoding, which reads all weights
 
 
 class AnswerReading(NamedTuple):
@@ -51,38 +57,29 @@ class AnswerReading(NamedTuple):
 
 def answer_readings(pattern: AttentionPattern, sentence: str) -> list[AnswerReading]:
     """The right reading, which `sentence` describes, then the wrong ones."""
+    right = AnswerReading("right", sentence, pattern, full=pattern.full_attention_decode)
     window = pattern.sliding_window
-    if pattern.full_attention_decode:
-        return [
-            AnswerReading("right", sentence, pattern, full=True),
-            AnswerReading("decode dropped", "generated tokens see windows, not everything", pattern),
-            AnswerReading(
-                "answer taken over",
-                "the next turn takes over the cached keys of the answer, which saw everything",
-                pattern,
-                full=True,
-                taken_over=True,
-            ),
-        ]
-    found = [AnswerReading("right", sentence, pattern)]
     if window is None or {*pattern.layer_types} == {FULL}:
-        return found
-    found.append(AnswerReading("full decode", "generated tokens see everything, not windows", pattern, full=True))
-    for name, words, other in (("- 1", "less", window - 1), ("+ 1", "more", window + 1)):
+        return [right]
+    if right.full:
+        taken_over = "the next turn takes over the cached keys of the answer, which saw everything"
+        return [
+            right,
+            AnswerReading("decode dropped", "generated tokens see windows, not everything", pattern),
+            AnswerReading("answer taken over", taken_over, pattern, full=True, taken_over=True),
+        ]
+    found = [right, AnswerReading("full decode", "generated tokens see everything, not windows", pattern, full=True)]
+
+    def also(name: str, sentence: str, **fields: Any) -> None:
+        found.append(AnswerReading(f"{name} in decode", sentence, dataclasses.replace(pattern, **fields)))
+
+    for name, words, other in (("window - 1", "less", window - 1), ("window + 1", "more", window + 1)):
         if other >= 1:
-            said = f"generated tokens see one key {words} ({other} in place of {window})"
-            changed = dataclasses.replace(pattern, sliding_window=other)
-            found.append(AnswerReading(f"window {name} in decode", said, changed))
+            also(name, f"generated tokens see one key {words} ({other} in place of {window})", sliding_window=other)
     if pattern.num_sink_tokens:
-        dropped = dataclasses.replace(pattern, num_sink_tokens=0)
-        said = "generated tokens do not see the sink tokens beyond the window"
-        found.append(AnswerReading("sink tokens dropped in decode", said, dropped))
-    for kind, name, words in ((HYBRID, "full heads", "full heads"), (FULL, "full layers", "layers of full attention")):
-        if kind in pattern.layer_types and not pattern.chunked:
-            types = tuple(WINDOW if one == kind else one for one in pattern.layer_types)
-            heads = () if kind == HYBRID else pattern.full_kv_heads
-            dropped = dataclasses.replace(pattern, layer_types=types, full_kv_heads=heads)
-            found.append(AnswerReading(f"{name} dropped in decode", f"{words} have windows in decode", dropped))
+        also("sink tokens dropped", "generated tokens do not see the sink tokens beyond the window", num_sink_tokens=0)
+    if HYBRID in pattern.layer_types:
+        also("full heads dropped", "the full heads have windows for generated tokens", full_kv_heads=())
     return found
 
 
@@ -106,9 +103,9 @@ def prompt_length(pattern: AttentionPattern, shortest: int, wanted: int, room: i
 
 
 def positions_computed(pattern: AttentionPattern, prompts: int, length: int) -> int:
-    """Tokens of which the computation of `answers` takes as long, for so many prompts of `length` tokens."""
-    patterns = {one.pattern for one in answer_readings(pattern, "")}
-    return 2 * prompts * length + (len(patterns) + 1) * tokens_after(pattern) * STEP
+    """Positions of a text that take as long as `answers` to so many prompts of `length` tokens."""
+    ways = prompts * (1 + pattern.full_attention_decode) * len(answer_readings(pattern, ""))
+    return 2 * (prompts * length + tokens_after(pattern) * max(STEP, ways))
 
 
 def answers(
@@ -123,165 +120,216 @@ def answers(
     Args:
       model: the decoder in f32, under any pattern.
       readings: the right one first.
-      texts: candidates of equal length for prompts, each with `TURN` tokens more: what is said to the answer.
+      texts: C candidates of equal length for prompts, each with `TURN` tokens more: what is said to the answer.
       plain: the ids of tokens that do not end an answer.
-      advance: called after each pass.
+      advance: called after each of two passes.
     """
     pattern = readings[0].pattern
-    turns = [slice(0, NEW), slice(NEW + TURN, None)][: 1 + pattern.full_attention_decode]
     steps = tokens_after(pattern)
+    turns = [slice(0, NEW), slice(NEW + TURN, None)][: 1 + pattern.full_attention_decode]
     prompts = [list(text[:-TURN]) for text in texts]
-    said = np.zeros((len(texts), steps), np.int32)
-    said[:, NEW : NEW + TURN] = [text[-TURN:] for text in texts] if len(turns) > 1 else 0
-
-    def regimes(reading: AnswerReading) -> list[np.ndarray]:
-        """Which generated tokens see everything, [S] bool for each turn: in the next turn, only its own answer."""
-        step = np.arange(steps)
-        later = step >= NEW + TURN if not reading.taken_over else (step < CACHED) | (step >= NEW + TURN)
-        return [np.full(steps, reading.full), reading.full & later][: len(turns)]
-
-    begun = {dtype: _Begun(model, pattern, prompts, steps, dtype) for dtype in (jnp.float32, jnp.bfloat16)}
-    by_pattern = {one.pattern: [other for other in readings if other.pattern == one.pattern] for one in readings}
+    given = np.zeros((len(texts), steps), np.int32)
     leads = np.full(steps, -1)
-    for turn, its in enumerate(turns):
-        leads[its] = turn  # of the first rows, which are the right reading's
-    tops: dict[str, list[np.ndarray]] = {}
-    for number, (own, group) in enumerate(by_pattern.items()):
-        rows = np.stack([row for reading in group for row in regimes(reading)])
-        found = begun[jnp.float32](own, said, leads if number == 0 else np.full(steps, -1), rows)
-        advance()
-        if number == 0:
-            said = found.tokens
-        for i, reading in enumerate(group):
-            tops[reading.name] = [found.top[its, len(turns) * i + turn] for turn, its in enumerate(turns)]
-    rounded = begun[jnp.bfloat16](pattern, said, np.full(steps, -1), np.stack(regimes(readings[0])))
+    for turn, its in enumerate(turns):  # the first rows are the right reading's, in each turn
+        leads[its] = turn
+        if turn:
+            given[:, NEW : NEW + TURN] = [text[-TURN:] for text in texts]
+
+    ways = [_Way(reading, turn) for reading in readings for turn in range(len(turns))]
+    said, _, top = _go_on(model, prompts, ways, given, leads)
     advance()
-    noise = [rounded.top[its, turn] for turn, its in enumerate(turns)]
-    same = np.isin(said, plain).T[:, None] & (rounded.drawn == said.T[:, None])  # [S, turns, C]
-    agreed = [np.cumprod(same[its, turn], axis=0).sum(axis=0) for turn, its in enumerate(turns)]  # [C] each
-    chosen = _best(tops, agreed)
-    ends = [[int(np.argmin([*np.isin(said[c, its], plain), False])) for c in range(len(texts))] for its in turns]
+    rounded = nnx.merge(*_cast(model, jnp.bfloat16))
+    _, drawn, noisy = _go_on(rounded, prompts, ways[: len(turns)], said, np.full(steps, -1))
+    advance()
+    tops = [[top[its, len(turns) * r + turn] for turn, its in enumerate(turns)] for r in range(len(readings))]
+    noise = [noisy[its, turn] for turn, its in enumerate(turns)]  # [S, C, TOP] each
+    usable = np.isin(said, plain).T  # [S, C]
+    same = [usable[its] & (drawn[its, turn] == said.T[its]) for turn, its in enumerate(turns)]
+    chosen = _best(tops, [np.cumprod(row, axis=0).sum(axis=0) for row in same])
+    ends = [np.cumprod(usable[its], axis=0).sum(axis=0) for its in turns]  # [C] each
+    places = [(c, turn) for c in chosen for turn in range(len(turns))]
 
     def values(found: list[np.ndarray]) -> list[list[float]]:
-        return [
-            [round(float(x), 5) for x in found[turn][: ends[turn][c], c].ravel()]
-            for c in chosen
-            for turn in range(len(turns))
-        ]
+        return [[round(float(x), 5) for x in found[turn][: ends[turn][c], c].ravel()] for c, turn in places]
 
     return {
         "questions": [
             {
-                "tokens": prompts[c] + said[c, : its.start].tolist(),
-                "answer": said[c, its][: ends[turn][c]].tolist(),
+                "tokens": prompts[c] + said[c, : turns[turn].start].tolist(),
+                "answer": said[c, turns[turn]][: ends[turn][c]].tolist(),
                 "next_turn": turn == 1,
             }
-            for c in chosen
-            for turn, its in enumerate(turns)
+            for c, turn in places
         ],
         "cached": CACHED,
         "bfloat16": values(noise),
         "readings": [
-            {"name": one.name, "sentence": one.sentence, "values": values(tops[one.name])}
-            for one in readings
-            if one is readings[0] or _differs(tops[one.name], tops["right"])
+            {"name": one.name, "sentence": one.sentence, "values": values(found)}
+            for one, found in zip(readings, tops, strict=True)
+            if found is tops[0] or any(np.abs(a - b).max() > 1e-4 for a, b in zip(found, tops[0], strict=True))
         ],
     }
 
 
-def _differs(top: list[np.ndarray], right: list[np.ndarray]) -> bool:
-    return any(np.abs(a - b).max() > 1e-4 for a, b in zip(top, right, strict=True))
-
-
-def _best(tops: dict[str, list[np.ndarray]], agreed: list[np.ndarray]) -> list[int]:
+def _best(tops: list[list[np.ndarray]], agreed: list[np.ndarray]) -> list[int]:
     """The candidates whose answers separate the readings best where they do worst, counting the tokens up to the first
-    that rounding may change, and the next turn only behind a whole block of the first answer."""
-    counted = [np.arange(len(top))[:, None] <= same for top, same in zip(tops["right"], agreed, strict=True)]
-    if len(counted) > 1:
-        counted[1] = counted[1] & (agreed[0] >= CACHED)
-    apart = np.stack(
-        [
-            sum(
-                (np.abs(a - b).sum(axis=2) * some).sum(axis=0)
-                for a, b, some in zip(found, tops["right"], counted, strict=True)
-            )
-            for name, found in tops.items()
-            if name != "right" or len(tops) == 1
-        ]
-    )  # [R, C]
-    score = (apart / np.maximum(apart.max(axis=1, keepdims=True), 1e-9)).min(axis=0)
+    that rounding may change, and the next turn only behind a whole block of the first answer.
+
+    Args:
+      tops: [S, C, TOP] by reading and turn.
+      agreed: [C] by turn, the tokens that rounding does not change.
+    """
+    counted = [np.arange(len(top))[:, None] <= same for top, same in zip(tops[0], agreed, strict=True)]  # [S, C] each
+    counted[1:] = [later & (agreed[0] >= CACHED) for later in counted[1:]]
+    apart = [
+        sum((np.abs(a - b).sum(2) * some).sum(0) for a, b, some in zip(found, tops[0], counted, strict=True))
+        for found in tops[1:]
+    ]  # [C] each
+    score = np.min([one / max(one.max(), 1e-9) for one in apart] or [agreed[0]], axis=0)
     return np.argsort(-score, kind="stable")[:MOST_PROMPTS].tolist()
 
 
-class _Steps(NamedTuple):
-    tokens: np.ndarray  # [C, S]: that were taken
-    drawn: np.ndarray  # [S, R, C]: the likeliest
-    top: np.ndarray  # [S, R, C, TOP]: the log-probabilities of the likeliest, falling
+# ---- going on after prompts ----
 
 
-class _Begun:
-    """Prompts in whole caches."""
+class _Way(NamedTuple):
+    """A reading of one turn."""
 
-    def __init__(
-        self, model: Decoder, pattern: AttentionPattern, prompts: list[list[int]], steps: int, dtype: Any
-    ) -> None:
-        graph, weights = nnx.split(model)
-        self.model = nnx.merge(graph, cast_parameters(weights, dtype))
-        own = self._keeping(pattern)
-        batch = prepare(own, prompts, steps, max_length=len(prompts[0]) + steps)
-        self.max_length, self.begun = batch.max_length, prefill(own, batch)
+    reading: AnswerReading
+    turn: int
 
-    def _keeping(self, pattern: AttentionPattern) -> Decoder:
-        """The model by a pattern, with caches that keep everything."""
-        return self.model.with_pattern(dataclasses.replace(pattern, full_attention_decode=True))
+    def full(self, steps: int) -> np.ndarray:
+        """Which of the tokens after the prompt see everything, bool [S]: those of the turn's own answer."""
+        step = np.arange(steps)
+        own = (step >= NEW + TURN) | (self.reading.taken_over & (step < CACHED)) if self.turn else step >= 0
+        return own & self.reading.full
 
-    def __call__(self, pattern: AttentionPattern, said: np.ndarray, leads: np.ndarray, full: np.ndarray) -> _Steps:
-        """Goes on after the prompts, in each of R ways.
+    def sees(self, config: ModelConfig, start: int, steps: int) -> np.ndarray:
+        """The keys that windowed heads see from the positions behind `start`, bool [S, start + S]."""
+        spec, at = model_spec(config, self.reading.pattern), np.arange(start, start + steps)
+        packing = {"q_positions": at[None], "kv_positions": np.arange(start + steps)[None]}
+        windowed, everything = (np.asarray(one.mask(steps, start + steps, **packing)[0]) for one in (spec, spec.full))
+        return np.where(self.full(steps)[:, None], everything, windowed)
 
-        Args:
-          pattern: what the tokens see,
-          full: [R, S] bool, or that they see everything.
-          said: [C, S], the tokens,
-          leads: [S], or the row of `full` whose likeliest token is taken in all rows; -1: the one in `said`.
-        """
-        graph, weights = nnx.split(self._keeping(pattern))
-        return _Steps(*map(np.asarray, _steps(graph, weights, *self.begun, said, leads, full, self.max_length)))
+    def full_heads(self, config: ModelConfig) -> np.ndarray:
+        """Which KV heads see everything, bool [L, K]."""
+        pattern = self.reading.pattern
+        return np.array([kind == FULL for kind in pattern.layer_types])[:, None] | np.asarray(
+            layer_data(pattern, config).full_heads
+        )
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "max_length"))
+def _cast(model: Decoder, dtype: jax.typing.DTypeLike) -> tuple[Any, Any]:
+    graph, weights = nnx.split(model)
+    return graph, cast_parameters(weights, dtype)
+
+
+def _go_on(
+    model: Decoder, prompts: list[list[int]], ways: list[_Way], given: np.ndarray, leads: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Take prompts into a cache by the pattern, and go on in each of R ways.
+
+    Args:
+      given: [C, S], the tokens that follow,
+      leads: [S], or the way whose likeliest token follows in all; -1: the one in `given`.
+
+    Returns:
+      The tokens [C, S]; the likeliest of each step, [S, R, C]; the log-probabilities of the likeliest, falling,
+      [S, R, C, TOP].
+    """
+    start, steps = len(prompts[0]), given.shape[1]
+    # Caches that keep everything serve all ways.
+    whole = dataclasses.replace(ways[0].reading.pattern, full_attention_decode=True)
+    model = model.with_pattern(whole)
+    batch = prepare(model, prompts, steps, max_length=start + steps)
+    logits, cache = prefill(model, batch)
+    sees = np.stack([way.sees(model.config, start, steps) for way in ways], axis=1)  # [S, R, T]
+    heads = np.stack([way.full_heads(model.config) for way in ways], axis=1)  # [L, R, K]
+    found = _steps(*nnx.split(model), logits, cache, given, leads, sees, heads)
+    tokens, drawn, top = map(np.asarray, found)
+    return tokens, drawn, top
+
+
+@functools.partial(jax.jit, static_argnames="graph")
 def _steps(
     graph: Any,
     weights: Any,
     logits: jax.Array,
     cache: KVCache,
-    said: jax.Array,
+    given: jax.Array,
     leads: jax.Array,
-    full: jax.Array,
-    max_length: int,
+    sees: jax.Array,
+    heads: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As `_Begun.__call__`, after logits [C, V] and the cache of the prompts: tokens [C, S], drawn, top."""
-    model = nnx.merge(graph, weights)
-    layouts, dtype = layouts_of(model, max_length), model.embedding[...].dtype
-    ways, count = full.shape[0], said.shape[0]
-    empty = allocate(layouts, ways * count, dtype)  # its rings, which have no rows, have the window of this pattern
-    pools = tuple(
-        dataclasses.replace(
-            rings, k_whole=jnp.tile(pool.k_whole, (1, ways, 1, 1)), v_whole=jnp.tile(pool.v_whole, (1, ways, 1, 1))
-        )
-        for pool, rings in zip(cache.pools, empty.pools, strict=True)
-    )
-    cache = KVCache(pools, jnp.tile(cache.lengths, ways))
+    """As `_go_on`, after the logits [C, V] and the cache of the prompts; sees [S, R, T] and heads [L, R, K] bool."""
+    model: Decoder = nnx.merge(graph, weights)
+    count, (_, ways, length) = given.shape[0], sees.shape
+    layouts = layouts_of(model, length)
+    places, dtype = tuple(map(layer_places, layouts)), model.embedding[...].dtype
+    pools = jax.tree.map(lambda pool: jnp.tile(pool, (1, ways, 1, 1)), cache.pools)  # a way's sequences side by side
+    heads = jnp.repeat(heads, count, axis=1)  # [L, R C, K]
 
-    def step(carry: tuple[jax.Array, KVCache], now: tuple) -> tuple[tuple[jax.Array, KVCache], tuple]:
-        (logits, cache), (said, lead, full) = carry, now
+    def step(carry: tuple, now: tuple) -> tuple[tuple, tuple]:
+        (logits, pools, position), (given, lead, seen) = carry, now
         log_probs = jax.nn.log_softmax(logits.astype(dtype).astype(jnp.float32))  # servers round logits as well
         drawn = jnp.argmax(logits, axis=-1).astype(jnp.int32).reshape(ways, count)
-        token = jnp.where(lead < 0, said, drawn[lead])  # [C]
-        full_from = jnp.repeat(jnp.where(full, 0, NEVER).astype(jnp.int32), count)
-        after = model.decode_step(jnp.tile(token, ways), cache, layouts, full_from)
-        top = jax.lax.top_k(log_probs, TOP)[0].reshape(ways, count, TOP)
-        return after, (token, drawn, top)
+        token = jnp.where(lead < 0, given, drawn[lead])  # [C]
+        at = jnp.full((ways * count, 1), position)
+        context = model.context(jnp.tile(token, ways)[:, None], positions=at, rope_length=length)
+        seen = jnp.repeat(seen, count, axis=0)  # [R C, T]
 
-    first = jnp.tile(logits, (ways, 1))
-    _, (tokens, drawn, top) = jax.lax.scan(step, (first, cache), (said.T, leads, full.T))
+        def layer(carry: tuple, block: Block, scanned: tuple) -> tuple[tuple, None]:
+            (stream, pools), (row, places, full) = carry, scanned
+            place = places[block.group]
+            mixed, own, made = _attend(block, stream, row, context, pools[block.group], place, seen, full)
+            pools = tuple(own if i == block.group else other for i, other in enumerate(pools))
+            x, _ = block.after_attention(stream.x, mixed, row)
+            return (stream.behind(block, x, *made), pools), None
+
+        stream, data = model.begin(jnp.tile(token, ways)[:, None])
+        (stream, pools), _ = model.scan(layer, (stream, pools), (data, places, heads))
+        after = model.logits(model.norm(stream.x[:, 0]))
+        top = jax.lax.top_k(log_probs, TOP)[0].reshape(ways, count, TOP)
+        return (after, pools, position + 1), (token, drawn, top)
+
+    begun = (jnp.tile(logits, (ways, 1)), pools, cache.lengths[0])
+    _, (tokens, drawn, top) = jax.lax.scan(step, begun, (given.T, leads, sees))
     return tokens.T, drawn, top
+
+
+def _attend(
+    block: Block,
+    stream: Stream,
+    row: LayerData,
+    context: Any,
+    pools: CachePools,
+    place: LayerPlace,
+    seen: jax.Array,
+    full: jax.Array,
+) -> tuple[jax.Array, CachePools, tuple]:
+    """The attention of one new token a sequence: its output [B, 1, d], the caches with its key in, and that key and
+    value. `seen` [B, T] bool: the keys that windowed heads see; `full` [B, K] bool: the heads that are not."""
+    own, x = block.attention, block.attention_input(stream.x)
+    q, k, v = own.qkv(x, row, context)
+    if k is not None and v is not None:
+        entry = context.positions[:, 0]
+        k_whole = write_token(pools.k_whole, place.whole_slots, k, entry)
+        v_whole = write_token(pools.v_whole, place.whole_slots, v, entry)
+        pools = dataclasses.replace(pools, k_whole=k_whole, v_whole=v_whole)
+    kv_heads = own.config.num_key_value_heads
+    slots = place.whole_slots[:kv_heads]
+    keys, values = (pool[slots].transpose(1, 2, 0, 3) for pool in (pools.k_whole, pools.v_whole))  # [B, T, K, D]
+
+    def over(visible: jax.Array) -> jax.Array:
+        """[B, 1, H, D]; a negative position is an empty entry."""
+        positions = jnp.where(visible, jnp.arange(visible.shape[1]), -1)
+        packing = Packing(q_positions=context.positions, kv_positions=positions)
+        return attention(
+            q, keys, values, context.spec.full, per_head=own.per_head(), packing=packing, implementation="xla"
+        )
+
+    _, gate = own.route(x)  # [B, 1]
+    routed = (row.kind == row.kinds.index(SWITCH)) & (gate > 0.5) if SWITCH in row.kinds else False
+    wide = jnp.repeat(full[:, :kv_heads] | routed, q.shape[2] // kv_heads, axis=1)[:, None, :, None]
+    mixed = jnp.where(wide, over(jnp.ones_like(seen)), over(seen))
+    return own.output(mixed, x), pools, (k, v)
