@@ -33,7 +33,7 @@ from swa_jax.model.pattern import AttentionPattern
 
 SCRIPT = Path(check_server.__file__)
 # Operations that a canary may cost: some minutes on a CPU, and on an accelerator.
-BUDGET = {"cpu": 5e13}
+BUDGET = {"cpu": 6e13}
 ACCELERATOR_BUDGET = 5e15
 POSITIONS, CONTROLS, GRID = 48, 8, 96  # of a probe: in the file, before attention matters, and tried
 TOP_PROMPTS = 2  # beginnings of a probe whose likeliest next tokens are kept, beside the whole
