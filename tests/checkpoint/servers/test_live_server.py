@@ -130,7 +130,8 @@ def serving(folder, log, packages=""):
     ):
         try:
             while not answers(url):
-                assert server.poll() is None and time.monotonic() < until, log.read_text()[-3000:]
+                if server.poll() is not None or time.monotonic() > until:
+                    raise AssertionError(log.read_text()[-3000:])
                 time.sleep(0.5)
             yield url
         finally:
