@@ -35,6 +35,7 @@ NEW, TURN = 16, 8  # tokens of an answer, and of what a user says to it
 CACHED = 8  # tokens of the first answer that end a block of the server's cache
 BLOCKS = (128, 64, 32, 16, 8, 1)  # tokens of such a block: the longest that fits is a multiple of the others
 MOST_PROMPTS = 2  # in the file
+CLEAR = 2.0  # times what bfloat16 changes: how far apart the two likeliest tokens are where rounding keeps their order
 STEP = 16  # positions that take as long as a step of decoding, which reads all weights
 
 
@@ -143,10 +144,14 @@ def answers(
     advance()
     tops = [[top[its, len(turns) * r + turn] for turn, its in enumerate(turns)] for r in range(len(readings))]
     noise = [noisy[its, turn] for turn, its in enumerate(turns)]  # [S, C, TOP] each
+    rounding = np.mean([np.abs(a - b).mean() for a, b in zip(noise, tops[0], strict=True)])
     usable = np.isin(said, plain).T  # [S, C]
-    same = [usable[its] & (drawn[its, turn] == said.T[its]) for turn, its in enumerate(turns)]
-    chosen = _best(tops, [np.cumprod(row, axis=0).sum(axis=0) for row in same])
-    ends = [np.cumprod(usable[its], axis=0).sum(axis=0) for its in turns]  # [C] each
+    clear = [
+        usable[its] & (drawn[its, turn] == said.T[its]) & (right[..., 0] - right[..., 1] > CLEAR * rounding)
+        for turn, (its, right) in enumerate(zip(turns, tops[0], strict=True))
+    ]
+    chosen = _best(tops, list(map(_leading, clear)))
+    ends = [_leading(usable[its]) for its in turns]
     places = [(c, turn) for c in chosen for turn in range(len(turns))]
 
     def values(found: list[np.ndarray]) -> list[list[float]]:
@@ -169,6 +174,11 @@ def answers(
             if found is tops[0] or any(np.abs(a - b).max() > 1e-4 for a, b in zip(found, tops[0], strict=True))
         ],
     }
+
+
+def _leading(true: np.ndarray) -> np.ndarray:
+    """[S, C] bool -> [C], how many are true before the first that is not."""
+    return np.cumprod(true, axis=0).sum(axis=0)
 
 
 def _best(tops: list[list[np.ndarray]], agreed: list[np.ndarray]) -> list[int]:

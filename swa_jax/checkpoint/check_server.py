@@ -440,7 +440,7 @@ def _judge_generated(case: Case, observed: np.ndarray, answers: dict[str, Any], 
         raise CannotAsk("its log-probabilities are no numbers")
     part = whole._replace(**{name: getattr(whole, name)[..., mask] for name in Case._fields[1:]})
     usual = whole.evidence(whole.rounded)[1] >= EVIDENCE
-    why = "" if mask.all() else f"after {min(agreed)} tokens an answer leaves the one that was exported"
+    why = "" if mask.all() else f"an answer leaves the exported model's at token {min(agreed) + 1}"
     return {**judge(heard, part, usual, why), "agreed": agreed}
 
 
