@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from pallas_kernels import attention
-from pallas_kernels.math.spec import Packing
+from pallas_kernels.math.spec import Packing, visible
 from pallas_kernels.pools import write_token
 from swa_jax.checkpoint.check_server import TOP
 from swa_jax.model.attention import LayerData, cast_parameters, layer_data, model_spec
@@ -216,10 +216,9 @@ class _Way(NamedTuple):
 
     def sees(self, config: ModelConfig, start: int, steps: int) -> np.ndarray:
         """The keys that windowed heads see from the positions behind `start`, bool [S, start + S]."""
-        spec, at = model_spec(config, self.reading.pattern), np.arange(start, start + steps)
-        packing = {"q_positions": at[None], "kv_positions": np.arange(start + steps)[None]}
-        windowed, everything = (np.asarray(one.mask(steps, start + steps, **packing)[0]) for one in (spec, spec.full))
-        return np.where(self.full(steps)[:, None], everything, windowed)
+        keys = np.arange(start + steps)
+        full = self.full(steps)[:, None]
+        return np.asarray(visible(model_spec(config, self.reading.pattern), keys[start:, None], keys, full_rows=full))
 
     def full_heads(self, config: ModelConfig) -> np.ndarray:
         """Which KV heads see everything, bool [L, K]."""
@@ -330,9 +329,9 @@ def _attend(
     slots = place.whole_slots[:kv_heads]
     keys, values = (pool[slots].transpose(1, 2, 0, 3) for pool in (pools.k_whole, pools.v_whole))  # [B, T, K, D]
 
-    def over(visible: jax.Array) -> jax.Array:
+    def over(seen: jax.Array) -> jax.Array:
         """[B, 1, H, D]; a negative position is an empty entry."""
-        positions = jnp.where(visible, jnp.arange(visible.shape[1]), -1)
+        positions = jnp.where(seen, jnp.arange(seen.shape[1]), -1)
         packing = Packing(q_positions=context.positions, kv_positions=positions)
         return attention(
             q, keys, values, context.spec.full, per_head=own.per_head(), packing=packing, implementation="xla"

@@ -363,10 +363,8 @@ def _tell_apart(canary: dict[str, Any]) -> dict[str, Any]:
     canary["rounding"] = {"bfloat16": round(float(case.rounding.mean()), 6)}
     _say_apart(case, canary["readings"], np.ones_like(case.control))
     if "answers" in canary:
-        case = check_server.prompt_case(canary, "log_probs")
-        before = len(case.rounded)
-        case = check_server.answer_case(case, canary["answers"])
-        _say_apart(case, canary["answers"]["readings"], np.arange(len(case.rounded)) >= before)
+        case = check_server.answer_case(check_server.prompt_case(canary, "log_probs"), canary["answers"])
+        _say_apart(case, canary["answers"]["readings"], ~case.control)
     return canary
 
 
@@ -389,16 +387,15 @@ def summary(canary: Mapping[str, Any]) -> str:
     wrong, probes = canary["readings"][1:] + said["readings"][1:], canary["probes"]
     rounding = canary["rounding"]["bfloat16"]
     told = [reading for reading in wrong if reading["told_apart"] == "bfloat16"]
-    longest, values = len(probes[0]["tokens"]), sum(len(probe["positions"]) for probe in probes)
+    longest, questions = len(probes[0]["tokens"]), len(said["questions"])
     lines = [
         f"{check_server.CANARY_FILE} has the log-probabilities that this model gives to {len(probes)} texts of up to "
-        f"{longest} tokens, and what it generates {len(said['questions'])} times. {SCRIPT.name} compares a server with "
-        "them."
+        f"{longest} tokens, and {questions} of its answers. {SCRIPT.name} compares a server with them."
     ]
     if told:
         nearest = min(told, key=lambda reading: reading["difference"])
         lines.append(
-            f"Its {values} values together show {len(told)} mistakes that servers make. The hardest to see "
+            f"Together they show {len(told)} mistakes that servers make. The hardest to see "
             f"({nearest['sentence']}) changes a value by {nearest['difference']:.2g} on average; rounding to bfloat16 "
             f"changes it by {rounding:.2g}."
         )

@@ -281,7 +281,7 @@ class Endpoint:
             tokens = [row[1] for row in said["output_token_logprobs"]]
             likeliest = [[one[0] for one in row] for row in said["output_top_logprobs"]]
         else:
-            options = {"max_tokens": count, "logprobs": TOP, "return_tokens_as_token_ids": True}
+            options: dict[str, Any] = {"max_tokens": count, "logprobs": TOP, "return_tokens_as_token_ids": True}
             if api == "vllm":  # where the folder has a generation_config.json, vLLM starts from it
                 options["repetition_penalty"] = 1.0
             said = self._choices([prompt], **options)[0].get("logprobs") or {}
@@ -319,13 +319,17 @@ def ask(endpoint: Endpoint, canary: dict[str, Any], api: str = "auto") -> tuple[
             alone = [endpoint.prompt_log_probs([probe], one) for probe in probes]
             together = endpoint.prompt_log_probs(probes, one)
         except (CannotAsk, KeyError, TypeError, IndexError, ValueError) as error:
-            problems.append(str(error) if isinstance(error, CannotAsk) else f"unexpected answer ({error!r})")
+            problems.append(_reason(error))
             continue
         if together is None or any(rows is None for rows in alone):
             problems.append(f"its answer has no {APIS[one]}")
             continue
         return _compared(canary, [rows[0] for rows in alone if rows], together), one
     raise CannotAsk(problems[0] if len({*problems}) == 1 else "; ".join(problems))
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, CannotAsk) else f"unexpected answer ({error!r:.200})"
 
 
 def _ask_top(endpoint: Endpoint, canary: dict[str, Any], probes: list[list[int]]) -> Answers:
@@ -408,9 +412,8 @@ def conclude(answers: Answers, canary: dict[str, Any], answer: Answer) -> dict[s
         return {**alone, **found}
     try:
         generated = _judge_generated(*answers[0], canary["answers"], answer)
-    except (CannotAsk, KeyError, TypeError, IndexError, ValueError) as error:
-        reason = str(error) if isinstance(error, CannotAsk) else f"unexpected answer ({error!r})"
-        generated = {"verdict": UNKNOWN, "sentence": f"cannot tell what is generated: {reason}"}
+    except Exception as error:  # also from within a model's class
+        generated = {"verdict": UNKNOWN, "sentence": f"cannot tell what is generated: {_reason(error)}"}
     found["generated"] = generated
     if generated["verdict"] != RIGHT:
         return {**generated, "sentence": f"{generated['sentence']} (prompts are right)", **found}
@@ -424,7 +427,8 @@ def _judge_generated(case: Case, observed: np.ndarray, answers: dict[str, Any], 
     answer that differs are not those of the next turn either.
     """
     whole = answer_case(case, answers)
-    kept, rows, agreed = [np.ones(len(observed), bool)], [observed], []
+    kept, rows = [np.ones(len(observed), bool)], [observed]
+    agreed: list[int] = []
     for question in answers["questions"]:
         wanted = question["answer"]
         tokens, likeliest = answer(question["tokens"], len(wanted)) if wanted else ([], [])

@@ -134,10 +134,10 @@ def _windows(right: Reading, hf: Mapping[str, Any]) -> Iterator[Reading]:
         swapped = tuple(
             tuple({*range(count)} - {*heads}) if kind == HYBRID else () for kind, heads, (count, _) in layers_of
         )
-        first = tuple(tuple(range(len(heads))) for heads in pattern.full_kv_heads)
+        leading = tuple(tuple(range(len(heads))) for heads in pattern.full_kv_heads)
         for name, sentence, heads in (
             ("full heads swapped", "the full heads have windows, and the others are full", swapped),
-            ("first heads", "the first KV heads of a layer are full, in place of those that should be", first),
+            ("first heads", "the first KV heads of a layer are full, in place of those that should be", leading),
         ):
             changed = dataclasses.replace(pattern, full_kv_heads=heads)
             yield right.but(name, sentence, first=True, pattern=changed)

@@ -300,7 +300,7 @@ def test_the_verdict_comes_with_what_the_cache_takes(exported, tmp_path, capsys)
     """An export for a server counts its cache, in the receipt too, and the script repeats it."""
     folder, right, note = exported("sink tokens")
     assert "the log-probabilities that this model gives to 8 texts of up to 64 tokens" in note
-    said = r"Its \d+ values together show \d+ mistakes that servers make\. The hardest to see \(.+\) changes a value by"
+    said = r"Together they show \d+ mistakes that servers make\. The hardest to see \(.+\) changes a value by"
     assert re.search(said, note)
     counted = Memory(RICH, {}, 1024, "vllm").steps
     assert counted.startswith("On h100 (--device), at 64 batched tokens")
