@@ -2,7 +2,7 @@
 
 A server may treat the tokens that it generates otherwise than those of a prompt; log-probabilities of prompts do not
 show it. As a server does, this takes a prompt into a cache and then goes one token at a time. What each token sees is
-data: one compiled program generates, and reads what was generated in every way at once.
+data: one compiled program generates, and reads what was generated in every way.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from pallas_kernels.pools import write_token
 from swa_jax.checkpoint.check_server import TOP
 from swa_jax.model.attention import LayerData, cast_parameters, layer_data, model_spec
 from swa_jax.model.block import Block, Stream
-from swa_jax.model.cache import CachePools, KVCache
+from swa_jax.model.cache import CachePools, KVCache, cache_bytes
 from swa_jax.model.cached_attention import LayerPlace, layer_places
-from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.generate import layouts_of, prefill, prepare
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH
@@ -36,6 +35,7 @@ CACHED = 8  # tokens of the first answer that end a block of the server's cache
 BLOCKS = (128, 64, 32, 16, 8, 1)  # tokens of such a block: the longest that fits is a multiple of the others
 MOST_PROMPTS = 2  # in the file
 CLEAR = 2.0  # times what bfloat16 changes: how far apart the two likeliest tokens are where rounding keeps their order
+ROOM = 2**29  # bytes of caches, or a quarter of what the weights take
 STEP = 16  # positions that take as long as a step of decoding, which reads all weights
 
 
@@ -87,7 +87,12 @@ def answer_readings(pattern: AttentionPattern, sentence: str) -> list[AnswerRead
 def tokens_after(pattern: AttentionPattern) -> int:
     """Tokens that are generated or said after a prompt. A next turn is asked for where answers see more than prompts:
     elsewhere their keys may be taken over."""
-    return NEW + TURN + NEW if pattern.full_attention_decode else NEW
+    return turns_of(pattern)[-1].stop
+
+
+def turns_of(pattern: AttentionPattern) -> list[slice]:
+    """Where among these the answers stand."""
+    return [slice(0, NEW), slice(NEW + TURN, NEW + TURN + NEW)][: 1 + pattern.full_attention_decode]
 
 
 def prompt_length(pattern: AttentionPattern, shortest: int, wanted: int, room: int) -> int | None:
@@ -105,8 +110,8 @@ def prompt_length(pattern: AttentionPattern, shortest: int, wanted: int, room: i
 
 def positions_computed(pattern: AttentionPattern, prompts: int, length: int) -> int:
     """Positions of a text that take as long as `answers` to so many prompts of `length` tokens."""
-    ways = prompts * (1 + pattern.full_attention_decode) * len(answer_readings(pattern, ""))
-    return 2 * (prompts * length + tokens_after(pattern) * max(STEP, ways))
+    runs = (len(answer_readings(pattern, "")) + 1) * len(turns_of(pattern))
+    return 2 * prompts * length + runs * tokens_after(pattern) * max(STEP, prompts)
 
 
 def answers(
@@ -121,34 +126,40 @@ def answers(
     Args:
       model: the decoder in f32, under any pattern.
       readings: the right one first.
-      texts: C candidates of equal length for prompts, each with `TURN` tokens more: what is said to the answer.
+      texts: candidates of equal length for prompts, each with `TURN` tokens more: what is said to the answer.
       plain: the ids of tokens that do not end an answer.
-      advance: called after each of two passes.
+      advance: called after each reading, and after the right one in bfloat16.
     """
     pattern = readings[0].pattern
-    steps = tokens_after(pattern)
-    turns = [slice(0, NEW), slice(NEW + TURN, None)][: 1 + pattern.full_attention_decode]
+    turns, steps = turns_of(pattern), tokens_after(pattern)
+    whole = dataclasses.replace(pattern, full_attention_decode=True)  # its caches keep everything
+    size = cache_bytes(model.config, whole, 1, len(texts[0]) + steps, 4)
+    weights = 4 * sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
+    texts = texts[: max(1, max(weights // 4, ROOM) // size)]
     prompts = [list(text[:-TURN]) for text in texts]
-    given = np.zeros((len(texts), steps), np.int32)
-    leads = np.full(steps, -1)
-    for turn, its in enumerate(turns):  # the first rows are the right reading's, in each turn
-        leads[its] = turn
-        if turn:
-            given[:, NEW : NEW + TURN] = [text[-TURN:] for text in texts]
+    said = np.zeros((len(texts), steps), np.int32)  # [C, S]
+    if len(turns) > 1:
+        said[:, NEW : NEW + TURN] = [text[-TURN:] for text in texts]
 
-    ways = [_Way(reading, turn) for reading in readings for turn in range(len(turns))]
-    said, _, top = _go_on(model, prompts, ways, given, leads)
+    begun = _Begun(model.with_pattern(whole), prompts, steps)
+    tops: list[list[np.ndarray]] = []  # [S, C, TOP] by reading and turn
+    for reading in readings:
+        tops.append([])
+        for turn, its in enumerate(turns):
+            run = begun.go_on(reading, turn, said, its if reading is readings[0] else slice(0))
+            said = run.tokens
+            tops[-1].append(run.top[its])
+        advance()
+    graph, state = nnx.split(begun.model)
+    begun = _Begun(nnx.merge(graph, cast_parameters(state, jnp.bfloat16)), prompts, steps)
+    rounded = [begun.go_on(readings[0], turn, said, slice(0)) for turn in range(len(turns))]
+    noise = [run.top[its] for run, its in zip(rounded, turns, strict=True)]
     advance()
-    rounded = nnx.merge(*_cast(model, jnp.bfloat16))
-    _, drawn, noisy = _go_on(rounded, prompts, ways[: len(turns)], said, np.full(steps, -1))
-    advance()
-    tops = [[top[its, len(turns) * r + turn] for turn, its in enumerate(turns)] for r in range(len(readings))]
-    noise = [noisy[its, turn] for turn, its in enumerate(turns)]  # [S, C, TOP] each
     rounding = np.mean([np.abs(a - b).mean() for a, b in zip(noise, tops[0], strict=True)])
     usable = np.isin(said, plain).T  # [S, C]
     clear = [
-        usable[its] & (drawn[its, turn] == said.T[its]) & (right[..., 0] - right[..., 1] > CLEAR * rounding)
-        for turn, (its, right) in enumerate(zip(turns, tops[0], strict=True))
+        usable[its] & (run.likeliest[its] == said.T[its]) & (right[..., 0] - right[..., 1] > CLEAR * rounding)
+        for its, run, right in zip(turns, rounded, tops[0], strict=True)
     ]
     chosen = _best(tops, list(map(_leading, clear)))
     ends = [_leading(usable[its]) for its in turns]
@@ -202,61 +213,33 @@ def _best(tops: list[list[np.ndarray]], agreed: list[np.ndarray]) -> list[int]:
 # ---- going on after prompts ----
 
 
-class _Way(NamedTuple):
-    """A reading of one turn."""
-
-    reading: AnswerReading
-    turn: int
-
-    def full(self, steps: int) -> np.ndarray:
-        """Which of the tokens after the prompt see everything, bool [S]: those of the turn's own answer."""
-        step = np.arange(steps)
-        own = (step >= NEW + TURN) | (self.reading.taken_over & (step < CACHED)) if self.turn else step >= 0
-        return own & self.reading.full
-
-    def sees(self, config: ModelConfig, start: int, steps: int) -> np.ndarray:
-        """The keys that windowed heads see from the positions behind `start`, bool [S, start + S]."""
-        keys = np.arange(start + steps)
-        full = self.full(steps)[:, None]
-        return np.asarray(visible(model_spec(config, self.reading.pattern), keys[start:, None], keys, full_rows=full))
-
-    def full_heads(self, config: ModelConfig) -> np.ndarray:
-        """Which KV heads see everything, bool [L, K]."""
-        pattern = self.reading.pattern
-        return np.array([kind == FULL for kind in pattern.layer_types])[:, None] | np.asarray(
-            layer_data(pattern, config).full_heads
-        )
+class _Run(NamedTuple):
+    tokens: np.ndarray  # [C, S]
+    likeliest: np.ndarray  # [S, C], the token that would be drawn
+    top: np.ndarray  # [S, C, TOP], the log-probabilities of the likeliest, falling
 
 
-def _cast(model: Decoder, dtype: jax.typing.DTypeLike) -> tuple[Any, Any]:
-    graph, weights = nnx.split(model)
-    return graph, cast_parameters(weights, dtype)
+class _Begun:
+    """Prompts in caches that keep everything, and so serve all readings."""
 
+    def __init__(self, model: Decoder, prompts: list[list[int]], steps: int):
+        self.model, self.start, self.steps = model, len(prompts[0]), steps
+        self.logits, self.cache = prefill(model, prepare(model, prompts, steps, max_length=self.start + steps))
 
-def _go_on(
-    model: Decoder, prompts: list[list[int]], ways: list[_Way], given: np.ndarray, leads: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Take prompts into a cache by the pattern, and go on in each of R ways.
-
-    Args:
-      given: [C, S], the tokens that follow,
-      leads: [S], or the way whose likeliest token follows in all; -1: the one in `given`.
-
-    Returns:
-      The tokens [C, S]; the likeliest of each step, [S, R, C]; the log-probabilities of the likeliest, falling,
-      [S, R, C, TOP].
-    """
-    start, steps = len(prompts[0]), given.shape[1]
-    # Caches that keep everything serve all ways.
-    whole = dataclasses.replace(ways[0].reading.pattern, full_attention_decode=True)
-    model = model.with_pattern(whole)
-    batch = prepare(model, prompts, steps, max_length=start + steps)
-    logits, cache = prefill(model, batch)
-    sees = np.stack([way.sees(model.config, start, steps) for way in ways], axis=1)  # [S, R, T]
-    heads = np.stack([way.full_heads(model.config) for way in ways], axis=1)  # [L, R, K]
-    found = _steps(*nnx.split(model), logits, cache, given, leads, sees, heads)
-    tokens, drawn, top = map(np.asarray, found)
-    return tokens, drawn, top
+    def go_on(self, reading: AnswerReading, turn: int, given: np.ndarray, drawn: slice) -> _Run:
+        """What follows the prompts: the tokens in `given` [C, S], and those that are `drawn`, as `turn` is read."""
+        config, pattern, step = self.model.config, reading.pattern, np.arange(self.steps)
+        keys = np.arange(self.start + self.steps)
+        answered = (step >= NEW + TURN) | (reading.taken_over & (step < CACHED)) if turn else step >= 0
+        sees = visible(
+            model_spec(config, pattern), keys[self.start :, None], keys, full_rows=(answered & reading.full)[:, None]
+        )  # [S, T]
+        full = np.array([kind == FULL for kind in pattern.layer_types])[:, None]  # [L, 1]
+        heads = full | np.asarray(layer_data(pattern, config).full_heads)  # [L, K]
+        draws = np.zeros(self.steps, bool)
+        draws[drawn] = True
+        run = _steps(*nnx.split(self.model), self.logits, self.cache, given, draws, np.asarray(sees), heads)
+        return _Run(*map(np.asarray, run))
 
 
 @functools.partial(jax.jit, static_argnames="graph")
@@ -266,26 +249,30 @@ def _steps(
     logits: jax.Array,
     cache: KVCache,
     given: jax.Array,
-    leads: jax.Array,
+    draws: jax.Array,
     sees: jax.Array,
     heads: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As `_go_on`, after the logits [C, V] and the cache of the prompts; sees [S, R, T] and heads [L, R, K] bool."""
+    """A `_Run` after the logits [C, V] and the cache of the prompts.
+
+    Args:
+      given: [C, S], the tokens that follow where none is drawn.
+      draws: [S] bool, where the likeliest one is.
+      sees: [S, T] bool, the keys that windowed heads see.
+      heads: [L, K] bool, the heads that see all.
+    """
     model: Decoder = nnx.merge(graph, weights)
-    count, (_, ways, length) = given.shape[0], sees.shape
-    layouts = layouts_of(model, length)
-    places, dtype = tuple(map(layer_places, layouts)), model.embedding[...].dtype
-    pools = jax.tree.map(lambda pool: jnp.tile(pool, (1, ways, 1, 1)), cache.pools)  # a way's sequences side by side
-    heads = jnp.repeat(heads, count, axis=1)  # [L, R C, K]
+    count, length = given.shape[0], sees.shape[1]
+    places = tuple(map(layer_places, layouts_of(model, length)))
+    dtype = model.embedding[...].dtype
 
     def step(carry: tuple, now: tuple) -> tuple[tuple, tuple]:
-        (logits, pools, position), (given, lead, seen) = carry, now
+        (logits, pools, position), (given, draw, seen) = carry, now
         log_probs = jax.nn.log_softmax(logits.astype(dtype).astype(jnp.float32))  # servers round logits as well
-        drawn = jnp.argmax(logits, axis=-1).astype(jnp.int32).reshape(ways, count)
-        token = jnp.where(lead < 0, given, drawn[lead])  # [C]
-        at = jnp.full((ways * count, 1), position)
-        context = model.context(jnp.tile(token, ways)[:, None], positions=at, rope_length=length)
-        seen = jnp.repeat(seen, count, axis=0)  # [R C, T]
+        likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        token = jnp.where(draw, likeliest, given)  # [C]
+        positions = jnp.full((count, 1), position)
+        context = model.context(token[:, None], positions=positions, rope_length=length)
 
         def layer(carry: tuple, block: Block, scanned: tuple) -> tuple[tuple, None]:
             (stream, pools), (row, places, full) = carry, scanned
@@ -295,15 +282,14 @@ def _steps(
             x, _ = block.after_attention(stream.x, mixed, row)
             return (stream.behind(block, x, *made), pools), None
 
-        stream, data = model.begin(jnp.tile(token, ways)[:, None])
+        stream, data = model.begin(token[:, None])
         (stream, pools), _ = model.scan(layer, (stream, pools), (data, places, heads))
         after = model.logits(model.norm(stream.x[:, 0]))
-        top = jax.lax.top_k(log_probs, TOP)[0].reshape(ways, count, TOP)
-        return (after, pools, position + 1), (token, drawn, top)
+        return (after, pools, position + 1), (token, likeliest, jax.lax.top_k(log_probs, TOP)[0])
 
-    begun = (jnp.tile(logits, (ways, 1)), pools, cache.lengths[0])
-    _, (tokens, drawn, top) = jax.lax.scan(step, begun, (given.T, leads, sees))
-    return tokens.T, drawn, top
+    begun = logits, cache.pools, cache.lengths[0]
+    _, (tokens, likeliest, top) = jax.lax.scan(step, begun, (given.T, draws, sees))
+    return tokens.T, likeliest, top
 
 
 def _attend(
@@ -317,7 +303,7 @@ def _attend(
     full: jax.Array,
 ) -> tuple[jax.Array, CachePools, tuple]:
     """The attention of one new token a sequence: its output [B, 1, d], the caches with its key in, and that key and
-    value. `seen` [B, T] bool: the keys that windowed heads see; `full` [B, K] bool: the heads that are not."""
+    value. `seen` [T] bool: the keys that windowed heads see; `full` [K] bool: the heads that see all."""
     own, x = block.attention, block.attention_input(stream.x)
     q, k, v = own.qkv(x, row, context)
     if k is not None and v is not None:
@@ -331,7 +317,7 @@ def _attend(
 
     def over(seen: jax.Array) -> jax.Array:
         """[B, 1, H, D]; a negative position is an empty entry."""
-        positions = jnp.where(seen, jnp.arange(seen.shape[1]), -1)
+        positions = jnp.broadcast_to(jnp.where(seen, jnp.arange(len(seen)), -1), (len(q), len(seen)))
         packing = Packing(q_positions=context.positions, kv_positions=positions)
         return attention(
             q, keys, values, context.spec.full, per_head=own.per_head(), packing=packing, implementation="xla"
@@ -339,6 +325,6 @@ def _attend(
 
     _, gate = own.route(x)  # [B, 1]
     routed = (row.kind == row.kinds.index(SWITCH)) & (gate > 0.5) if SWITCH in row.kinds else False
-    wide = jnp.repeat(full[:, :kv_heads] | routed, q.shape[2] // kv_heads, axis=1)[:, None, :, None]
+    wide = jnp.repeat(full[:kv_heads] | routed, q.shape[2] // kv_heads, axis=-1)[..., None, :, None]
     mixed = jnp.where(wide, over(jnp.ones_like(seen)), over(seen))
     return own.output(mixed, x), pools, (k, v)

@@ -148,7 +148,8 @@ def choose_size(
     for first_only in (False, True):
         for probes, texts, windows in SIZES:
             length = min(max(int(windows * window), SHORTEST), room)
-            size = Size(probes, texts * probes, length, first_only, prompt_length(pattern, shortest, length, room))
+            prompt = prompt_length(pattern, shortest, min(length, 2 * window), room)
+            size = Size(probes, texts * probes, length, first_only, prompt)
             if length >= 2 and size.operations(config, readings) <= budget:
                 return size
     return None

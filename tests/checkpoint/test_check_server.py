@@ -324,9 +324,9 @@ QWEN3 = ModelConfig(
 @pytest.mark.parametrize(
     ("window", "budget", "expected"),
     [
-        (128, 5e15, Size(8, 24, 512, False, 504)),
+        (128, 5e15, Size(8, 24, 512, False, 248)),
         (128, 6e13, Size(4, 8, 320, False, 248)),
-        (2048, 5e15, Size(8, 24, 8192, False, 8184)),
+        (2048, 5e15, Size(8, 24, 8192, False, 4088)),
         (2048, 6e13, Size(2, 2, 2560, True, 2552)),
         (2048, 1e13, None),
     ],
