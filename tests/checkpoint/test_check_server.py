@@ -41,7 +41,10 @@ MODELS = {
     "sink tokens": (SHORT, tiny_models.make("wwFw", num_sink_tokens=3)),
     "heads": (SHORT, tiny_models.make("hhwh", ((0,), (1,), (), (0,)))),
     "decode": (SHORT, tiny_models.make("wwFw", num_sink_tokens=3, full_attention_decode=True)),
-    "gated": (dataclasses.replace(tiny_models.SHARED_EXPERTS, max_position_embeddings=128), tiny_models.make("wFwF")),
+    "gated": (
+        dataclasses.replace(tiny_models.SHARED_EXPERTS, mlp_layer_types=(), max_position_embeddings=128),
+        tiny_models.make("wFwF"),
+    ),
     "full": (SHORT, tiny_models.make("FFFF", sliding_window=None)),
     "routed": (SHORT, tiny_models.make("SSwS")),
     "experts": (dataclasses.replace(tiny_models.MIXED, max_position_embeddings=128), tiny_models.make("wFwF")),
