@@ -163,7 +163,8 @@ def answers(
     ]
     chosen = _best(tops, list(map(_leading, clear)))
     ends = [_leading(usable[its]) for its in turns]
-    places = [(c, turn) for c in chosen for turn in range(len(turns))]
+    # A server keeps a whole block of the first answer once it has generated one token more.
+    places = [(c, turn) for c in chosen for turn in range(len(turns)) if turn == 0 or ends[0][c] > CACHED]
 
     def values(found: list[np.ndarray]) -> list[list[float]]:
         return [[round(float(x), 5) for x in found[turn][: ends[turn][c], c].ravel()] for c, turn in places]
@@ -201,7 +202,7 @@ def _best(tops: list[list[np.ndarray]], agreed: list[np.ndarray]) -> list[int]:
       agreed: [C] by turn, the tokens that rounding does not change.
     """
     counted = [np.arange(len(top))[:, None] <= same for top, same in zip(tops[0], agreed, strict=True)]  # [S, C] each
-    counted[1:] = [later & (agreed[0] >= CACHED) for later in counted[1:]]
+    counted[1:] = [later & (agreed[0] > CACHED) for later in counted[1:]]
     apart = [
         sum((np.abs(a - b).sum(2) * some).sum(0) for a, b, some in zip(found, tops[0], counted, strict=True))
         for found in tops[1:]

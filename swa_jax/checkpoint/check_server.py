@@ -429,13 +429,15 @@ def _judge_generated(case: Case, observed: np.ndarray, answers: dict[str, Any], 
     whole = answer_case(case, answers)
     kept, rows = [np.ones(len(observed), bool)], [observed]
     agreed: list[int] = []
+    held = 0  # tokens of the last answer that agree and whose keys the server has: the last token's were not needed
     for question in answers["questions"]:
         wanted = question["answer"]
         tokens, likeliest = answer(question["tokens"], len(wanted)) if wanted else ([], [])
         same = [*(a == b for a, b in zip(tokens, wanted, strict=False)), False].index(False)
         steps = min(same + 1, len(tokens), len(wanted))
-        if question["next_turn"] and agreed[-1] < answers["cached"]:
+        if question["next_turn"] and held < answers["cached"]:
             steps = 0
+        held = min(same, len(tokens) - 1)
         agreed.append(same)
         kept.append(np.arange(len(wanted) * TOP) < steps * TOP)
         rows.append(np.asarray(likeliest[:steps], float).ravel())
