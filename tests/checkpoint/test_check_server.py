@@ -22,6 +22,7 @@ from swa_jax.checkpoint.readings import readings_of
 from swa_jax.checkpoint.served_cache import Memory
 from swa_jax.model.config import ModelConfig, RopeScaling
 from swa_jax.model.decoder import Decoder
+from swa_jax.model.layer_stacks import layer_stacks
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
@@ -63,7 +64,8 @@ def exported(tmp_path_factory):
             config, pattern = MODELS[name]
             model = Decoder(config, pattern, rngs=nnx.Rngs(1))
             rng = np.random.default_rng(0)
-            attention = model.layers.attention  # what starts at 0 would hardly be missed
+            stacks = [getattr(model.layers, like.name, model.layers) for like in layer_stacks(config)]
+            attention = stacks[0].attention  # what starts at 0 would hardly be missed
             for parameter in (attention.q_proj.bias, attention.v_proj.bias, getattr(attention, "sink_logits", None)):
                 if parameter is not None:
                     parameter[...] = rng.standard_normal(parameter.shape).astype(np.float32)
