@@ -1,8 +1,8 @@
 """The receipt of an export: probes whose answers tell what a server computes (`canary.json`), and who asks them.
 
 A probe is a list of token ids. It is chosen, among random, repetitive and drawn texts, so that the readings of the
-model (`readings`) differ in the log-probabilities of its tokens. The file has these for every reading. All are computed
-with our own decoder in f32.
+model (`readings`) differ in the log-probabilities of its tokens. The file has these for every reading, and those of
+what the model generates after a few prompts (`answers`). All are computed with our own decoder in f32.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.files import write_json
 from swa_jax.checkpoint import check_server
+from swa_jax.checkpoint.answers import TURN, answer_readings, answers, positions_computed, prompt_length
 from swa_jax.checkpoint.folder import load_model, open_checkpoint
 from swa_jax.checkpoint.readings import GUESSED_WINDOW, Reading, readings_of
 from swa_jax.checkpoint.teacher_forced import Forward, Texts, TokenScores
@@ -32,7 +33,7 @@ from swa_jax.model.pattern import AttentionPattern
 
 SCRIPT = Path(check_server.__file__)
 # Operations that a canary may cost: some minutes on a CPU, and on an accelerator.
-BUDGET = {"cpu": 5e13}
+BUDGET = {"cpu": 6e13}
 ACCELERATOR_BUDGET = 5e15
 POSITIONS, CONTROLS, GRID = 48, 8, 96  # of a probe: in the file, before attention matters, and tried
 TOP_PROMPTS = 2  # beginnings of a probe whose likeliest next tokens are kept, beside the whole
@@ -49,6 +50,12 @@ class Size(NamedTuple):
     candidates: int
     length: int
     first_only: bool
+    prompt: int | None = None  # tokens of the prompts that are answered; None: there is no room for answers
+
+    @property
+    def prompts(self) -> int:
+        """Texts that the prompts are chosen from."""
+        return 0 if self.prompt is None else max(1, self.probes // 2)
 
     def tried(self, readings: Sequence[Reading]) -> list[Reading]:
         """The readings that candidates are chosen by."""
@@ -61,12 +68,15 @@ class Size(NamedTuple):
         return [reading for reading in readings if reading.first or not self.first_only]
 
     def rows(self, readings: Sequence[Reading]) -> int:
-        """Texts that go through the model in all; the right answers once more in bfloat16."""
+        """Probes that go through the model in all; the right reading once more in bfloat16."""
         return self.candidates * len(self.tried(readings)) + self.probes * (len(self.computed(readings)) + 1)
 
     def operations(self, config: ModelConfig, readings: Sequence[Reading]) -> float:
         """What the canary costs."""
-        return 2.0 * matrix_parameters(config) * self.length * self.rows(readings)
+        tokens = self.length * self.rows(readings)
+        if self.prompt is not None:
+            tokens += positions_computed(readings[0].pattern, self.prompts, self.prompt)
+        return 2.0 * matrix_parameters(config) * tokens
 
 
 def write_canary(
@@ -130,12 +140,16 @@ def choose_size(
     window = _window(pattern)
     room = min(config.max_position_embeddings, longest or config.max_position_embeddings)
     room -= 2  # for a token in front, and one that is generated
+    shortest = window + 2
     if (after := config.long_rope_after) is not None and after >= 2 * window:
         room = min(room, after - 1)  # every text has LongRoPE's short factors
+    elif after is not None and room > after:
+        shortest = max(shortest, after + 1)
     for first_only in (False, True):
         for probes, texts, windows in SIZES:
             length = min(max(int(windows * window), SHORTEST), room)
-            size = Size(probes, texts * probes, length, first_only)
+            prompt = prompt_length(pattern, shortest, min(length, 2 * window), room)
+            size = Size(probes, texts * probes, length, first_only, prompt)
             if length >= 2 and size.operations(config, readings) <= budget:
                 return size
     return None
@@ -151,11 +165,12 @@ def make_canary(
 ) -> dict[str, Any]:
     """The canary as a JSON value."""
     model = load_model(checkpoint, dtype=jnp.float32)
-    total, done = size.rows(readings), 0
+    generated = answer_readings(pattern, readings[0].sentence)
+    total, done = size.rows(readings) + size.prompts * (len(generated) + 1), 0
 
-    def advance() -> None:
+    def advance(texts: int = size.probes) -> None:
         nonlocal done
-        done += size.probes
+        done += texts
         progress(done, total)
 
     readings = size.computed(readings)
@@ -166,12 +181,17 @@ def make_canary(
     tokenizer = _tokenizer(checkpoint)
     front = hf.get("bos_token_id")
     front = front if isinstance(front, int) and 0 <= front < model.config.vocab_size else 0
-    candidates = _candidates(rng, size, window, _plain_tokens(hf, model.config, tokenizer), tokenizer)
+    plain = _plain_tokens(hf, model.config, tokenizer)
+    candidates = _candidates(rng, size.candidates, size.length, window, plain, tokenizer)
     chosen = _choose(forward, readings, candidates, size, window, front)
     texts = Texts(chosen, [_grid(len(text), window) for text in chosen], front)
-    answers = [forward(reading, texts) for reading in readings]
+    scores = [forward(reading, texts) for reading in readings]
     rounded = forward(readings[0], texts, jnp.bfloat16)
-    return _as_json(texts, readings, answers, rounded, pattern, window)
+    canary = _as_json(texts, readings, scores, rounded, pattern, window)
+    if size.prompt is not None:
+        prompts = _candidates(rng, size.prompts, size.prompt + TURN, window, plain, tokenizer)
+        canary["answers"] = answers(model, generated, prompts, plain, lambda: advance(size.prompts))
+    return _tell_apart(canary)
 
 
 # ---- choosing probes ----
@@ -201,23 +221,23 @@ def _plain_tokens(hf: Mapping[str, Any], config: ModelConfig, tokenizer: Tokeniz
 
 
 def _candidates(
-    rng: np.random.Generator, size: Size, window: int, ids: np.ndarray, tokenizer: Tokenizer | None
+    rng: np.random.Generator, count: int, length: int, window: int, ids: np.ndarray, tokenizer: Tokenizer | None
 ) -> list[list[int]]:
-    """Texts of full length: random ones, ones that repeat themselves about a window later, ones of few tokens, and,
+    """Texts of one length: random ones, ones that repeat themselves about a window later, ones of few tokens, and,
     where there is a tokenizer, keys and numbers that come again."""
     texts: list[list[int]] = []
-    while len(texts) < size.candidates:
+    while len(texts) < count:
         kind = len(texts) % (4 if tokenizer is not None else 3)
         if kind == 0:
-            text = rng.choice(ids, size.length)
+            text = rng.choice(ids, length)
         elif kind == 1:
             period = max(2, int(rng.choice([window // 2, window - 1, window, window + 1, 2 * window])))
-            text = np.resize(rng.choice(ids, period), size.length)
+            text = np.resize(rng.choice(ids, period), length)
         elif kind == 2:
-            text = rng.choice(rng.choice(ids, min(8, len(ids))), size.length)
+            text = rng.choice(rng.choice(ids, min(8, len(ids))), length)
         else:
             assert tokenizer is not None
-            text = np.array(_facts(rng, tokenizer, size.length))
+            text = np.array(_facts(rng, tokenizer, length))
         texts.append(text.tolist())
     return texts
 
@@ -241,10 +261,10 @@ def _choose(
         # In groups of as many as are chosen, so that what is compiled serves for those as well.
         groups = [candidates[i : i + size.probes] for i in range(0, len(candidates), size.probes)]
         texts = [Texts(group, [_grid(len(text), window) for text in group], front) for group in groups]
-        answers = [
+        scores = [
             np.concatenate([np.stack(forward(reading, group).log_probs) for group in texts]) for reading in tried
         ]  # [C, Q] each
-        apart = np.stack([np.abs(a - answers[0]).mean(axis=1) for a in answers[1:]])  # [R, C]
+        apart = np.stack([np.abs(a - scores[0]).mean(axis=1) for a in scores[1:]])  # [R, C]
         score = (apart / np.maximum(apart.max(axis=1, keepdims=True), 1e-9)).min(axis=0)
     best = np.argsort(-score, kind="stable")[: size.probes]
     after = forward.config.long_rope_after
@@ -269,12 +289,12 @@ def _grid(length: int, window: int) -> list[int]:
 def _as_json(
     texts: Texts,
     readings: list[Reading],
-    answers: list[TokenScores],
+    scores: list[TokenScores],
     rounded: TokenScores,
     pattern: AttentionPattern,
     window: int,
 ) -> dict[str, Any]:
-    places, prompts = _places(texts, answers, window)
+    places, prompts = _places(texts, scores, window)
     canary: dict[str, Any] = {
         "format": check_server.FORMAT,
         "about": "what this model answers, and would answer if it were read wrongly; see check_server.py",
@@ -302,10 +322,9 @@ def _as_json(
     canary["bfloat16"] = values(rounded)
     canary["readings"] = [
         {"name": reading.name, "sentence": reading.sentence, "batch_only": reading.padding_seen, **values(answer)}
-        for reading, answer in zip(readings, answers, strict=True)
-        if reading is readings[0] or reading.pattern != pattern or _differs(answer, answers[0])
+        for reading, answer in zip(readings, scores, strict=True)
+        if reading is readings[0] or reading.pattern != pattern or _differs(answer, scores[0])
     ]
-    _tell_apart(canary)
     return canary
 
 
@@ -318,15 +337,15 @@ def _short(row: np.ndarray) -> list[float]:
     return [round(float(x), 5) for x in row]
 
 
-def _places(texts: Texts, answers: list[TokenScores], window: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
+def _places(texts: Texts, scores: list[TokenScores], window: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
     """Which of the tried positions go into the file, by text, and of which (text, position) the likeliest tokens do.
 
     Those in the first half of a window, and those where readings differ most, each reading counting alike.
     """
     places, wholes, beginnings = [], [], []
     for p, asked in enumerate(texts.queries):
-        right = answers[0].log_probs[p][:-1]  # the last position has no next token
-        apart = np.stack([np.abs(a.log_probs[p][:-1] - right) for a in answers[1:]] or [np.zeros(len(right))])
+        right = scores[0].log_probs[p][:-1]  # the last position has no next token
+        apart = np.stack([np.abs(a.log_probs[p][:-1] - right) for a in scores[1:]] or [np.zeros(len(right))])
         score = (apart / np.maximum(apart.mean(axis=1, keepdims=True), 1e-6)).clip(max=5).mean(axis=0)
         control = np.array(asked[:-1]) < max(1, window // 2)
         score[control] = np.inf
@@ -338,37 +357,46 @@ def _places(texts: Texts, answers: list[TokenScores], window: int) -> tuple[list
     return places, wholes + beginnings
 
 
-def _tell_apart(canary: dict[str, Any]) -> None:
-    """Say of each reading how far it is from the right one, and in which precision a server can be told to do it."""
-    for reading in canary["readings"]:
-        reading["told_apart"] = "bfloat16"  # until it is known, so that the case can be made
-    case = check_server.Case(canary, "log_probs", batch=True)
-    noise = np.concatenate([np.asarray(row) for row in canary["bfloat16"]["log_probs"]]) - case.expected[0]
-    for reading, expected in zip(canary["readings"], case.expected, strict=True):
-        reading["difference"] = round(float(np.abs(expected - case.expected[0]).mean()), 6)
+def _tell_apart(canary: dict[str, Any]) -> dict[str, Any]:
+    """The canary, which then says of each reading how far it is from the right one, and in which precision a server can
+    be told to do it."""
+    case = check_server.prompt_case(canary, "log_probs", batch=True)
+    canary["rounding"] = {"bfloat16": round(float(case.rounding.mean()), 6)}
+    _say_apart(case, canary["readings"], np.ones_like(case.control))
+    if "answers" in canary:
+        case = check_server.answer_case(check_server.prompt_case(canary, "log_probs"), canary["answers"])
+        _say_apart(case, canary["answers"]["readings"], ~case.control)
+    return canary
+
+
+def _say_apart(case: check_server.Case, readings: list[dict[str, Any]], counted: np.ndarray) -> None:
+    """`counted` [N] bool: the values that the differences are of."""
+    noise = case.rounded - case.expected[0]
+    for reading, expected in zip(readings, case.expected, strict=True):
+        reading["difference"] = round(float(np.abs(expected - case.expected[0])[counted].mean()), 6)
         told = [
             dtype
             for dtype, observed in (("bfloat16", expected + noise), ("float32", expected))
             if case.evidence(observed)[1][0] >= check_server.EVIDENCE
         ]
         reading["told_apart"] = told[0] if told else "no"
-    canary["rounding"] = {"bfloat16": round(float(np.abs(noise).mean()), 6)}
 
 
 def summary(canary: Mapping[str, Any]) -> str:
     """What the canary can tell apart, in a few sentences."""
-    wrong, probes = canary["readings"][1:], canary["probes"]
+    said = canary.get("answers", {"readings": [], "questions": []})
+    wrong, probes = canary["readings"][1:] + said["readings"][1:], canary["probes"]
     rounding = canary["rounding"]["bfloat16"]
     told = [reading for reading in wrong if reading["told_apart"] == "bfloat16"]
-    longest, values = len(probes[0]["tokens"]), sum(len(probe["positions"]) for probe in probes)
+    longest, questions = len(probes[0]["tokens"]), len(said["questions"])
     lines = [
         f"{check_server.CANARY_FILE} has the log-probabilities that this model gives to {len(probes)} texts of up to "
-        f"{longest} tokens. {SCRIPT.name} compares a server with them."
+        f"{longest} tokens, and {questions} of its answers. {SCRIPT.name} compares a server with them."
     ]
     if told:
         nearest = min(told, key=lambda reading: reading["difference"])
         lines.append(
-            f"Its {values} values together show {len(told)} mistakes that servers make. The hardest to see "
+            f"Together they show {len(told)} mistakes that servers make. The hardest to see "
             f"({nearest['sentence']}) changes a value by {nearest['difference']:.2g} on average; rounding to bfloat16 "
             f"changes it by {rounding:.2g}."
         )

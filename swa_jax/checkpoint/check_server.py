@@ -6,6 +6,8 @@
 `canary.json` beside this file has probes, which are lists of token ids, and the log-probabilities that the model gives
 their tokens: as it was exported, and read wrongly in each of many ways. The server is asked for the same
 log-probabilities, for each probe alone and for all probes in one request. The nearest reading is what it computes.
+Then the server answers a few prompts, greedily, and so in the next turn; its answers are compared as long as their
+tokens are those of the canary.
 
 The exit code is 0 for right, 1 for wrong, and 2 where nothing can be said. Needs numpy; `--transformers` needs
 transformers and torch.
@@ -14,14 +16,15 @@ transformers and torch.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,8 +38,10 @@ EVIDENCE = 30.0  # nats by which the nearest reading has to be likelier than ano
 UNEVEN = 4.0  # times: how much larger differences are where attention matters, if the reason is attention
 SLACK = 3e-4  # of a mean difference, when two of them are compared
 # How log-probabilities are asked for, and where the answer has them; the last gives only those of what comes next.
+TOKEN_ID = "token_id:"  # before the number, in place of a token's text
 APIS = {"vllm": "prompt_logprobs", "sglang": "input_token_logprobs", "echo": "token_logprobs", "top": "top_logprobs"}
 Answers = list[tuple["Case", np.ndarray]]  # to the probes one by one, and to all of them in one request
+Answer = Callable[[list[int], int], tuple[list[int], list[list[float]]]]  # as `Endpoint.answer`
 
 
 class CannotAsk(Exception):
@@ -46,37 +51,27 @@ class CannotAsk(Exception):
 # ---- judging ----
 
 
-class Case:
+class Case(NamedTuple):
     """What a set of answers is compared with.
 
     Attributes:
       readings: the canary's readings, the right one first.
       expected: [readings, N], the log-probabilities by reading.
-      rounded: [N], the right ones computed in bfloat16; rounding: [N], how far these are from the others.
+      rounded: [N], the right ones computed in bfloat16.
       control: [N] bool, where no reading of the attention pattern makes a difference.
       first: [N] bool, behind a probe's first token alone, where positions make none either.
     """
 
-    def __init__(self, canary: dict[str, Any], what: str, batch: bool = False) -> None:
-        """`what` is "log_probs" (of the probes' tokens) or "top" (of the likeliest tokens behind some prompts)."""
-        self.readings = [r for r in canary["readings"] if batch or not r.get("batch_only")]
-        self.prompts = list(range(len(canary["probes"] if what == "log_probs" else canary["top"])))
-        if what == "top" and batch:
-            self.prompts = self.prompts[: len(canary["probes"])]  # the whole probes come first
+    readings: list[dict[str, Any]]
+    expected: np.ndarray
+    rounded: np.ndarray
+    control: np.ndarray
+    first: np.ndarray
 
-        def flat(values: Sequence[Sequence[float]]) -> np.ndarray:
-            return np.concatenate([np.asarray(values[i], np.float64) for i in self.prompts])
-
-        self.expected = np.stack([flat(r[what]) for r in self.readings])
-        self.rounded = flat(canary["bfloat16"][what])
-        self.rounding = np.abs(self.rounded - self.expected[0])
-        if what == "log_probs":
-            control = [np.arange(len(p["positions"])) < p["control"] for p in canary["probes"]]
-        else:
-            control = [np.full(TOP, p["control"]) for p in canary["top"]]
-        self.control = np.concatenate([control[i] for i in self.prompts])
-        first = [np.asarray(p["positions"]) == 0 for p in canary["probes"]]
-        self.first = np.concatenate(first) if what == "log_probs" else np.zeros_like(self.control)
+    @property
+    def rounding(self) -> np.ndarray:
+        """[N], how far the rounded ones are from the others."""
+        return np.abs(self.rounded - self.expected[0])
 
     def evidence(self, observed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Mean differences [readings], and by how many nats the nearest reading is likelier than each.
@@ -89,13 +84,43 @@ class Case:
         return distances, (distances - nearest) * len(observed) / max(nearest, FINEST)
 
 
-def judge(observed: np.ndarray, case: Case) -> dict[str, Any]:
+def prompt_case(canary: dict[str, Any], what: str, batch: bool = False) -> Case:
+    """`what` is "log_probs" (of the probes' tokens) or "top" (of the likeliest tokens behind some prompts)."""
+    readings = [r for r in canary["readings"] if batch or not r.get("batch_only")]
+    # The whole probes come first among the prompts.
+    count = len(canary["probes"] if what == "log_probs" or batch else canary["top"])
+    if what == "log_probs":
+        control = [np.arange(len(p["positions"])) < p["control"] for p in canary["probes"]]
+        first = [np.asarray(p["positions"]) == 0 for p in canary["probes"]]
+    else:
+        control = [np.full(TOP, p["control"]) for p in canary["top"][:count]]
+        first = [np.zeros(TOP, bool)] * count
+    expected = np.stack([_flat(r[what][:count]) for r in readings])
+    rounded = _flat(canary["bfloat16"][what][:count])
+    return Case(readings, expected, rounded, np.concatenate(control), np.concatenate(first))
+
+
+def answer_case(prompts: Case, answers: dict[str, Any]) -> Case:
+    """What prompts and generated tokens are compared with, by the readings of these. Prompts are the controls."""
+    expected = np.stack([np.append(prompts.expected[0], _flat(r["values"])) for r in answers["readings"]])
+    rounded = np.append(prompts.rounded, _flat(answers["bfloat16"]))
+    control = np.arange(len(rounded)) < len(prompts.rounded)
+    return Case(answers["readings"], expected, rounded, control, np.zeros_like(control))
+
+
+def _flat(values: Sequence[Sequence[float]]) -> np.ndarray:
+    return np.concatenate([np.asarray(row, np.float64) for row in values])
+
+
+def judge(observed: np.ndarray, case: Case, usual: np.ndarray | None = None, why: str = "") -> dict[str, Any]:
     """What the answers say: {"verdict", "sentence", "nearest", "differences"}.
 
     The verdict is right if no reading is clearly nearer than the right one, its differences are no larger than rounding
     makes them, and they are no larger where attention or positions matter than elsewhere. So a fault that no reading
-    has is not right either.
+    has is not right either. `usual` [readings] bool: what a server in bfloat16 leaves no doubt about; `why` this one
+    does. None: that follows from the case.
     """
+    usual = case.evidence(case.rounded)[1] >= EVIDENCE if usual is None else usual
     distances, evidence = case.evidence(observed)
     best = 0 if evidence[0] < EVIDENCE else int(np.argmin(distances))
     found = {
@@ -106,6 +131,9 @@ def judge(observed: np.ndarray, case: Case) -> dict[str, Any]:
     residual = np.abs(observed - case.expected[best])
     limit = max(4 * FINEST, MOST_ROUNDING * case.rounding.mean())
     verdict, sentence = _verdict(case, observed, best, rivals, residual, limit)
+    if verdict == RIGHT and (doubtful := [case.readings[i]["sentence"] for i in rivals if usual[i]]):
+        why = why or f"it rounds too much ({residual.mean():.2g}) to say which"
+        verdict, sentence = UNKNOWN, f"cannot tell: right, or {_either(doubtful)}; {why}"
     return {"verdict": verdict, "sentence": sentence, **found}
 
 
@@ -120,12 +148,6 @@ def _verdict(
     if best == 0 and uneven:
         return WRONG, f"wrong: log-probabilities differ by {size:.2g} in a way that rounding does not explain"
     if best == 0:
-        usual = case.evidence(case.rounded)[1] >= EVIDENCE  # what a server in bfloat16 leaves no doubt about
-        if doubtful := [case.readings[i]["sentence"] for i in rivals if usual[i]]:
-            return (
-                UNKNOWN,
-                f"cannot tell: right, or {_either(doubtful)}; it rounds too much ({size:.2g}) to say which",
-            )
         close = [case.readings[i]["sentence"] for i in rivals]
         also = f"; with this mistake it would look the same: {_either(close)}" if close else ""
         return RIGHT, f"right: {name} (log-probabilities differ by {size:.2g} on average, which is rounding){also}"
@@ -246,6 +268,33 @@ class Endpoint:
                 found.append(rows[-len(prompt) - 1 : -1])
         return [[np.nan if x is None else float(x) for x in rows[1:]] for rows in found]
 
+    def answer(self, prompt: list[int], count: int, api: str) -> tuple[list[int], list[list[float]]]:
+        """`count` greedy tokens, or fewer, and for each the log-probabilities of the likeliest ones [TOP], falling."""
+        if api == "sglang":
+            body = {
+                "input_ids": [prompt],
+                "sampling_params": {"max_new_tokens": count, "temperature": 0, "repetition_penalty": 1.0},
+                "return_logprob": True,
+                "top_logprobs_num": TOP,
+            }
+            said = self._send("/generate", body)[0]["meta_info"]
+            tokens = [row[1] for row in said["output_token_logprobs"]]
+            likeliest = [[one[0] for one in row] for row in said["output_top_logprobs"]]
+        else:
+            options: dict[str, Any] = {"max_tokens": count, "logprobs": TOP, "return_tokens_as_token_ids": True}
+            if api == "vllm":  # where the folder has a generation_config.json, vLLM starts from it
+                options["repetition_penalty"] = 1.0
+            said = self._choices([prompt], **options)[0].get("logprobs") or {}
+            names, rows = said.get("tokens") or [], said.get("top_logprobs") or []
+            if not all(str(name).startswith(TOKEN_ID) for name in names):
+                raise CannotAsk(f"{self.url} does not say the ids of the tokens that it generates")
+            tokens = [int(name.removeprefix(TOKEN_ID)) for name in names]
+            likeliest = [list(row.values()) for row in rows]
+        likeliest = [sorted(row, reverse=True)[:TOP] for row in likeliest[: len(tokens)]]
+        if not tokens or [len(row) for row in likeliest] != [TOP] * len(tokens):
+            raise CannotAsk(f"{self.url} does not give the {TOP} likeliest tokens of each that it generates")
+        return tokens, likeliest
+
     def top_log_probs(self, prompts: list[list[int]]) -> list[list[float]]:
         """For each prompt the log-probabilities of the likeliest next tokens [TOP], falling."""
         for options in ({}, {"return_tokens_as_token_ids": True}):  # by their texts, which two tokens may share
@@ -270,7 +319,7 @@ def ask(endpoint: Endpoint, canary: dict[str, Any], api: str = "auto") -> tuple[
             alone = [endpoint.prompt_log_probs([probe], one) for probe in probes]
             together = endpoint.prompt_log_probs(probes, one)
         except (CannotAsk, KeyError, TypeError, IndexError, ValueError) as error:
-            problems.append(str(error) if isinstance(error, CannotAsk) else f"unexpected answer ({error!r})")
+            problems.append(_reason(error))
             continue
         if together is None or any(rows is None for rows in alone):
             problems.append(f"its answer has no {APIS[one]}")
@@ -279,15 +328,19 @@ def ask(endpoint: Endpoint, canary: dict[str, Any], api: str = "auto") -> tuple[
     raise CannotAsk(problems[0] if len({*problems}) == 1 else "; ".join(problems))
 
 
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, CannotAsk) else f"unexpected answer ({error!r:.200})"
+
+
 def _ask_top(endpoint: Endpoint, canary: dict[str, Any], probes: list[list[int]]) -> Answers:
     prompts = [probes[p["probe"]][: p["length"]] for p in canary["top"]]
     alone = [endpoint.top_log_probs([prompt])[0] for prompt in prompts]
     together = endpoint.top_log_probs(probes)
-    return [(Case(canary, "top", b), np.concatenate(rows)) for b, rows in ((False, alone), (True, together))]
+    return [(prompt_case(canary, "top", b), np.concatenate(rows)) for b, rows in ((False, alone), (True, together))]
 
 
 def _compared(canary: dict[str, Any], alone: list[list[float]], together: list[list[float]]) -> Answers:
-    return [(Case(canary, "log_probs", b), _at(canary, rows)) for b, rows in ((False, alone), (True, together))]
+    return [(prompt_case(canary, "log_probs", b), _at(canary, rows)) for b, rows in ((False, alone), (True, together))]
 
 
 def _at(canary: dict[str, Any], rows: list[list[float]]) -> np.ndarray:
@@ -305,8 +358,8 @@ def _at(canary: dict[str, Any], rows: list[list[float]]) -> np.ndarray:
 # ---- asking transformers ----
 
 
-def ask_transformers(folder: Path, canary: dict[str, Any], dtype: str = "float32") -> Answers:
-    """As `ask`, of the folder in transformers' own class; the batch is padded on the left."""
+def ask_transformers(folder: Path, canary: dict[str, Any], dtype: str = "float32") -> tuple[Answers, Answer]:
+    """As `ask`, of the folder in transformers' own class, and what asks for more; the batch is padded on the left."""
     try:
         torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
     except ImportError as error:
@@ -327,8 +380,15 @@ def ask_transformers(folder: Path, canary: dict[str, Any], dtype: str = "float32
         found = torch.log_softmax(logits[:, :-1].float(), -1).gather(2, tokens[:, 1:, None])[..., 0]
         return [row[len(row) + 1 - len(p) :].tolist() for row, p in zip(found, prompts, strict=True)]
 
+    def answer(prompt: list[int], count: int) -> tuple[list[int], list[list[float]]]:
+        options = {"do_sample": False, "repetition_penalty": 1.0, "pad_token_id": 0}
+        options |= {"max_new_tokens": count, "output_logits": True, "return_dict_in_generate": True}
+        said = model.generate(torch.tensor([prompt]), **options)
+        rows = torch.log_softmax(torch.cat(said.logits).float(), -1).topk(TOP).values
+        return said.sequences[0, len(prompt) :].tolist(), rows.tolist()
+
     try:
-        return _compared(canary, [log_probs([probe])[0] for probe in probes], log_probs(probes))
+        return _compared(canary, [log_probs([probe])[0] for probe in probes], log_probs(probes)), answer
     except Exception as error:  # from within a model's class
         raise CannotAsk(f"transformers loads {folder}, and fails to run it: {_last_line(error)}") from None
 
@@ -340,15 +400,54 @@ def _last_line(error: Exception) -> str:
 # ---- the answer ----
 
 
-def conclude(answers: Answers) -> dict[str, Any]:
-    """One verdict of those on single requests and on the batch, the worse of which counts."""
+def conclude(answers: Answers, canary: dict[str, Any], answer: Answer) -> dict[str, Any]:
+    """One verdict of those on single requests, on the batch, and on what is generated: the first that is not right."""
     alone, together = (judge(observed, case) for case, observed in answers)
-    if alone["verdict"] == RIGHT and together["verdict"] != RIGHT:
-        sentence = f"{together['sentence']} (in a batch; right for single requests)"
-        chosen = {**together, "sentence": sentence}
-    else:
-        chosen = alone
-    return {**chosen, "single": alone, "batch": together}
+    found = {"single": alone, "batch": together}
+    if alone["verdict"] != RIGHT:
+        return {**alone, **found}
+    if together["verdict"] != RIGHT:
+        return {**together, "sentence": f"{together['sentence']} (in a batch; right for single requests)", **found}
+    if "answers" not in canary:
+        return {**alone, **found}
+    try:
+        generated = _judge_generated(*answers[0], canary["answers"], answer)
+    except Exception as error:  # also from within a model's class
+        generated = {"verdict": UNKNOWN, "sentence": f"cannot tell what is generated: {_reason(error)}"}
+    found["generated"] = generated
+    if generated["verdict"] != RIGHT:
+        return {**generated, "sentence": f"{generated['sentence']} (prompts are right)", **found}
+    return {**alone, **found}
+
+
+def _judge_generated(case: Case, observed: np.ndarray, answers: dict[str, Any], answer: Answer) -> dict[str, Any]:
+    """The verdict on generated tokens; `case` and `observed` are of the prompts.
+
+    Behind the first token that differs, its context differs too: nothing is compared there. The keys of a first
+    answer that differs are not those of the next turn either.
+    """
+    whole = answer_case(case, answers)
+    kept, rows = [np.ones(len(observed), bool)], [observed]
+    agreed: list[int] = []
+    held = 0  # tokens of the last answer that agree and whose keys the server has: the last token's were not needed
+    for question in answers["questions"]:
+        wanted = question["answer"]
+        tokens, likeliest = answer(question["tokens"], len(wanted)) if wanted else ([], [])
+        same = [*(a == b for a, b in zip(tokens, wanted, strict=False)), False].index(False)
+        steps = min(same + 1, len(tokens), len(wanted))
+        if question["next_turn"] and held < answers["cached"]:
+            steps = 0
+        held = min(same, len(tokens) - 1)
+        agreed.append(same)
+        kept.append(np.arange(len(wanted) * TOP) < steps * TOP)
+        rows.append(np.asarray(likeliest[:steps], float).ravel())
+    heard, mask = np.concatenate(rows), np.concatenate(kept)
+    if not np.isfinite(heard).all():
+        raise CannotAsk("its log-probabilities are no numbers")
+    part = whole._replace(**{name: getattr(whole, name)[..., mask] for name in Case._fields[1:]})
+    usual = whole.evidence(whole.rounded)[1] >= EVIDENCE
+    why = "" if mask.all() else f"an answer leaves the exported model's at token {min(agreed) + 1}"
+    return {**judge(heard, part, usual, why), "agreed": agreed}
 
 
 def read_canary(file: Path) -> dict[str, Any]:
@@ -377,10 +476,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         canary = read_canary(options.canary)
         if options.transformers:
-            answers, api = ask_transformers(options.canary.parent, canary, options.dtype), "transformers"
+            api, (answers, answer) = "transformers", ask_transformers(options.canary.parent, canary, options.dtype)
         else:
-            answers, api = ask(Endpoint(options.url, options.model, options.key), canary, options.api)
-        found = {**conclude(answers), "asked_by": api, "counted": canary.get("counted", "")}
+            endpoint = Endpoint(options.url, options.model, options.key)
+            answers, api = ask(endpoint, canary, options.api)
+            answer = functools.partial(endpoint.answer, api=api)
+        found = {**conclude(answers, canary, answer), "asked_by": api, "counted": canary.get("counted", "")}
     except CannotAsk as error:
         found = {"verdict": UNKNOWN, "sentence": f"cannot tell: {error}"}
     sentence = found["sentence"]

@@ -25,6 +25,8 @@ LEFT_OUT: tuple[tuple[str, Any, str], ...] = (
     ("embedding_multiplier", 1.0, "embeddings are not multiplied by their factor"),
     ("residual_multiplier", 1.0, "the outputs of layers are not multiplied by their factor"),
     ("logit_multiplier", 1.0, "output logits are not multiplied by their factor"),
+    ("attention_gate", "none", "what heads say is not multiplied by their gate"),
+    ("shared_expert_intermediate_size", 0, "the expert that every token meets is left out"),
     ("attention_bias", False, "queries, keys and values without their biases"),
     ("qk_norm", False, "queries and keys without their norms"),
     ("v_norm", False, "values without their norm"),
@@ -106,8 +108,9 @@ def describe(pattern: AttentionPattern) -> str:
     where = "every layer" if len(windowed) == pattern.num_layers else f"{len(windowed)} of {pattern.num_layers} layers"
     sinks = f" and {pattern.num_sink_tokens} sink tokens" if pattern.num_sink_tokens else ""
     heads = ", with single full KV heads" if HYBRID in pattern.layer_types else ""
+    decode = ", with full-attention decode" if pattern.full_attention_decode else ""
     kind = "chunks" if pattern.chunked else "a window"
-    return f"{kind} of {pattern.sliding_window} keys{sinks} in {where}{heads}, as written"
+    return f"{kind} of {pattern.sliding_window} keys{sinks} in {where}{heads}{decode}, as written"
 
 
 def _windows(right: Reading, hf: Mapping[str, Any]) -> Iterator[Reading]:
@@ -127,6 +130,17 @@ def _windows(right: Reading, hf: Mapping[str, Any]) -> Iterator[Reading]:
         types = tuple(WINDOW if kind == HYBRID else kind for kind in pattern.layer_types)
         dropped = dataclasses.replace(pattern, layer_types=types, full_kv_heads=())
         yield right.but("full heads dropped", "the full heads have windows", first=True, pattern=dropped)
+        layers_of = list(zip(pattern.layer_types, pattern.full_kv_heads, right.config.head_shapes, strict=True))
+        swapped = tuple(
+            tuple({*range(count)} - {*heads}) if kind == HYBRID else () for kind, heads, (count, _) in layers_of
+        )
+        leading = tuple(tuple(range(len(heads))) for heads in pattern.full_kv_heads)
+        for name, sentence, heads in (
+            ("full heads swapped", "the full heads have windows, and the others are full", swapped),
+            ("first heads", "the first KV heads of a layer are full, in place of those that should be", leading),
+        ):
+            changed = dataclasses.replace(pattern, full_kv_heads=heads)
+            yield right.but(name, sentence, first=True, pattern=changed)
     everywhere = dataclasses.replace(full, layer_types=(WINDOW,) * layers)
     sentence = "a window in every layer, although some should have full attention"
     yield right.but("window everywhere", sentence, first=True, pattern=everywhere)
@@ -139,10 +153,14 @@ def _windows(right: Reading, hf: Mapping[str, Any]) -> Iterator[Reading]:
         if other >= 1:
             changed = dataclasses.replace(pattern, sliding_window=other)
             yield right.but(name, f"{sentence} ({other} in place of {window})", first=first, pattern=changed)
-    if pattern.num_sink_tokens:
-        dropped = dataclasses.replace(pattern, num_sink_tokens=0)
-        sentence = "the sink tokens are not seen beyond the window"
-        yield right.but("sink tokens dropped", sentence, first=True, pattern=dropped)
+    if sinks := pattern.num_sink_tokens:
+        for name, sentence, other, first in (
+            ("sink tokens dropped", "the sink tokens are not seen beyond the window", 0, True),
+            ("sink tokens - 1", f"there is one sink token less ({sinks - 1} in place of {sinks})", sinks - 1, False),
+            ("sink tokens + 1", f"there is one sink token more ({sinks + 1} in place of {sinks})", sinks + 1, False),
+        ):
+            changed = dataclasses.replace(pattern, num_sink_tokens=other)
+            yield right.but(name, sentence, first=first, pattern=changed)
 
 
 def _layers(right: Reading) -> Iterator[Reading]:

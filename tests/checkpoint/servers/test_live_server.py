@@ -1,5 +1,7 @@
-"""The receipt of an export against a live vLLM server that reads the export, or a changed one."""
+"""The receipt of an export against a live vLLM server that reads the export, or a changed one; with our plug-in too."""
 
+import contextlib
+import functools
 import json
 import os
 import shutil
@@ -18,11 +20,11 @@ from swa_jax.checkpoint import check_server
 from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.checkpoint.hf_import import import_model
-from swa_jax.model.layer_types import FULL, WINDOW
+from swa_jax.model.layer_types import FULL, HYBRID, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
 GOLDENS = {"llama": "llama3-rope", "gemma2": "gemma2-hybrid", "gemma3": "gemma3-hybrid"}
-KINDS = {"w": WINDOW, "F": FULL}
+KINDS = {"w": WINDOW, "F": FULL, "h": HYBRID}
 
 
 def types(letters):
@@ -57,63 +59,124 @@ CHANGES = [
 ]
 
 
+SINKS, DECODE = {"num_sink_tokens": 3}, {"full_attention_decode": True}
+HEADS = {"full_kv_heads": ((0,), (), (1,), (), (), ())}
+# Exports for the plug-in, in the layer types and what else the pattern has.
+PLUGIN_PATTERNS = {
+    "decode": ("wwFwwF", DECODE),
+    "sinks": ("wwFwwF", SINKS),
+    "heads": ("hwhwwF", HEADS),
+    "all": ("hwhwwF", HEADS | SINKS | DECODE),
+}
+# What is changed in the pattern, lines that are added to the plug-in's modules, and the reading that is then named.
+TAKEN_OVER = {"cache.py": "del PromptOnlyManager.cache_blocks"}
+PLUGIN_CHANGES = [
+    *((name, {}, {}, "right") for name in PLUGIN_PATTERNS),
+    ("decode", {"full_attention_decode": False}, {}, "decode dropped"),
+    ("all", {}, TAKEN_OVER, "answer taken over"),
+    ("sinks", {"num_sink_tokens": 0}, {}, "sink tokens dropped"),
+    ("sinks", {"sliding_window": 23}, {}, "window - 1"),
+    ("all", {"sliding_window": 25}, {}, "window + 1"),
+    ("heads", {"full_kv_heads": [[1], [], [0], [], [], []]}, {}, "full heads swapped"),
+]
+
+
+def export(name, folder, pattern=None, **options):
+    layers = 6 if name == "llama" else None
+    source = import_model(write_model(GOLDENS[name], folder / "hf", layers), folder / "ours")
+    options = {"serve_length": LENGTH, "batched_tokens": 64, "device": "cpu", **options}
+    return export_model(source, folder / "export", pattern=pattern or open_checkpoint(source).pattern, **options)
+
+
 @pytest.fixture(scope="session")
 def exports(tmp_path_factory):
     """The folder of an export with its receipt, made when it is asked for."""
-    made = {}
 
+    @functools.cache
     def of(name):
-        if name not in made:
-            folder = tmp_path_factory.mktemp(name)
-            source = import_model(
-                write_model(GOLDENS[name], folder / "hf", 6 if name == "llama" else None), folder / "m"
-            )
-            pattern = open_checkpoint(source).pattern
-            if name == "llama":
-                pattern = AttentionPattern(tuple(types("wwFwwF")["layer_types"]), 24)
-            options = {"server": "vllm", "serve_length": LENGTH, "batched_tokens": 64, "device": "cpu"}
-            made[name] = export_model(source, folder / "export", pattern=pattern, **options)
-        return made[name]
+        pattern = AttentionPattern(tuple(types("wwFwwF")["layer_types"]), 24) if name == "llama" else None
+        return export(name, tmp_path_factory.mktemp(name), pattern, server="vllm")
 
     return of
 
 
-def serve(folder, log, port):
-    """A vLLM server; the folder has no tokenizer."""
+@pytest.fixture(scope="session")
+def plugin_exports(tmp_path_factory):
+    """The same, for the plug-in."""
+
+    @functools.cache
+    def of(name):
+        letters, options = PLUGIN_PATTERNS[name]
+        pattern = AttentionPattern(tuple(types(letters)["layer_types"]), 24, **options)
+        return export("llama", tmp_path_factory.mktemp(name), pattern, server="vllm-plugin")
+
+    return of
+
+
+@contextlib.contextmanager
+def serving(folder, log, packages=""):
+    """The URL of a vLLM server, while it runs; the folder has no tokenizer. `packages`: a folder with more of them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     module = [os.environ["SERVERS_PYTHON"], "-m", "vllm.entrypoints.openai.api_server", "--skip-tokenizer-init"]
     sizes = ["--max-model-len", str(LENGTH), "--max-num-batched-tokens", "64"]
     how = ["--dtype", "float32", "--enforce-eager", "--port", str(port)]
-    environment = os.environ | ENVIRONMENT
-    return subprocess.Popen([*module, "--model", folder, *sizes, *how], stdout=log, stderr=log, env=environment)
-
-
-def wait_for(url, server, log):
-    until = time.monotonic() + 180
-    while server.poll() is None and time.monotonic() < until:
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(packages)}
+    url, until = f"http://127.0.0.1:{port}", time.monotonic() + 180
+    with (
+        log.open("w") as out,
+        subprocess.Popen([*module, "--model", folder, *sizes, *how], stdout=out, stderr=out, env=environment) as server,
+    ):
         try:
-            urllib.request.urlopen(f"{url}/v1/models", timeout=5).close()
-            return
-        except OSError:
-            time.sleep(0.5)
-    raise AssertionError(log.read_text()[-3000:])
+            while not answers(url):
+                if server.poll() is not None or time.monotonic() > until:
+                    raise AssertionError(log.read_text()[-3000:])
+                time.sleep(0.5)
+            yield url
+        finally:
+            server.terminate()
+
+
+def answers(url):
+    try:
+        urllib.request.urlopen(f"{url}/v1/models", timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def check_named(folder, url, expected):
+    command = [sys.executable, folder / "check_server.py", "--url", url, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = json.loads(done.stdout)
+    code = check_server.RIGHT if expected == "right" else check_server.WRONG
+    assert (found.get("nearest"), done.returncode) == (expected, code), found
 
 
 @pytest.mark.parametrize(("name", "change", "expected"), CHANGES, ids=[f"{c[0]}-{c[2]}" for c in CHANGES])
 def test_a_changed_export_is_named(name, change, expected, exports, tmp_path):
-    folder, file = shutil.copytree(exports(name), tmp_path / "served"), tmp_path / "log"
-    assert change.keys() <= read_json(folder / "config.json").keys()
-    write_json(folder / "config.json", read_json(folder / "config.json") | change)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    with file.open("w") as log, serve(folder, log, port) as server:
-        try:
-            wait_for(url, server, file)
-            command = [sys.executable, folder / "check_server.py", "--url", url, "--json"]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-        finally:
-            server.terminate()
-    found = json.loads(done.stdout)
-    code = check_server.RIGHT if expected == "right" else check_server.WRONG
-    assert (found["nearest"], done.returncode) == (expected, code), found
+    folder = shutil.copytree(exports(name), tmp_path / "served")
+    config = read_json(folder / "config.json")
+    assert change.keys() <= config.keys()
+    write_json(folder / "config.json", config | change)
+    with serving(folder, tmp_path / "log") as url:
+        check_named(folder, url, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "lines", "expected"), PLUGIN_CHANGES, ids=[f"{c[0]}-{c[3]}" for c in PLUGIN_CHANGES]
+)
+def test_the_plugin_is_right_and_a_changed_one_is_named(
+    name, change, lines, expected, plugin, plugin_exports, tmp_path
+):
+    folder = shutil.copytree(plugin_exports(name), tmp_path / "served")
+    config = read_json(folder / "config.json")
+    assert change.keys() <= config["swa_pattern"].keys()
+    write_json(folder / "config.json", config | {"swa_pattern": config["swa_pattern"] | change})
+    packages = shutil.copytree(plugin, tmp_path / "packages")
+    for module, line in lines.items():
+        with (packages / "swa_jax_vllm" / module).open("a") as file:
+            file.write(f"\n{line}\n")
+    with serving(folder, tmp_path / "log", packages) as url:
+        check_named(folder, url, expected)
