@@ -190,7 +190,7 @@ def _step35(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
     swa = metadata.whole("rope.dimension_count_swa", rotated), metadata.number("rope.freq_base_swa") or DEFAULT_THETA
     if (rotated // 2, *swa) != (heads, heads, metadata.number("rope.freq_base") or DEFAULT_THETA):
         raise metadata.wrong("rope.dimension_count", "asks for layers that rotate in different ways")
-    return _biases(metadata, hf)
+    return {**_biases(metadata, hf), "use_sliding_window": True}
 
 
 def _gemma(layers_of_27b: int) -> Callable[[Metadata, dict[str, Any]], dict[str, Any]]:
