@@ -54,6 +54,8 @@ def write_gguf(file: Path, described: Described, source: Checkpoint, metadata: M
 
     writer = GGUFWriter(file, described.architecture)
     for key, value in {**described.metadata, **metadata}.items():
+        if key == "general.architecture":
+            continue  # which the writer says itself
         plain = value.tolist() if isinstance(value, np.ndarray) else value
         writer.add_key_value(key, plain, GGUFValueType.UINT32 if type(plain) is int else GGUFValueType.get_type(plain))
     for name, tensor in described.tensors.items():
