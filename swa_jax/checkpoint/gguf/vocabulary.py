@@ -63,6 +63,11 @@ def tokenizer_keys(files: Mapping[str, bytes], folder: object, said: Header, voc
         ranks = dict[str, int]()
         for rank, pair in enumerate(pairs):
             ranks.setdefault("".join(pair), rank)
+        own_words = (rank for text, rank in ranks.items() if text.strip(SPACE) and backend.token_to_id(text) not in added)
+        first = min(own_words, default=0)
+        spaces = {i for i, text in enumerate(texts) if not text.strip(SPACE) and ranks.get(text, first) < first}
+        keys["token_type"][list(spaces)] = TokenType.USER_DEFINED  # Gemma's, before all that was learned
+        keys["tokens"] = [text.replace(SPACE, " ") if i in spaces else text for i, text in enumerate(texts)]
         keys["scores"] = np.array([-float(ranks.get(text, len(pairs))) for text in texts], np.float32)
         keys["add_space_prefix"] = backend.encode("a", add_special_tokens=False).tokens[0].startswith(SPACE)
     else:
@@ -99,10 +104,10 @@ def _order(pairs: list[tuple[str, ...]]) -> tuple[list[str], set[tuple[str, ...]
 
 
 def _kind(token: int, text: str, added: Mapping[int, Any], named: Mapping[str, str], pieces: bool) -> TokenType:
-    if pieces and text == named.get("unk_token"):
-        return TokenType.UNKNOWN
     if token in added:
         return TokenType.CONTROL if added[token]["special"] else TokenType.USER_DEFINED
+    if pieces and text == named.get("unk_token"):
+        return TokenType.UNKNOWN
     if pieces and len(text) == 6 and text.startswith("<0x"):
         return TokenType.BYTE
     return TokenType.UNUSED if text == f"[unused {token}]" else TokenType.NORMAL
