@@ -32,7 +32,6 @@ from swa_jax.report.memory_charts import candidates_chart
 from swa_jax.report.numbers import MEGABYTE, with_interval
 
 # That servers listen on which a receipt can ask.
-PORTS = {"vllm": 8000, "vllm-plugin": 8000, "tpu-inference": 8000, "sglang": 30000}
 FIGURES = {"right": "answers right", "losses": "loss, nats a token"}
 
 
@@ -256,13 +255,11 @@ def _memory(
     ]
     note = []
     if memory.server is not None and memory.batched_tokens is not None:
-        name = f"{_called(memory.server)} {SERVERS[memory.server].version}"
-        own = {"sglang": "two pools of one proportion", "mlx-lm": "a ring for each windowed layer"}
-        shared = own.get(memory.server, "blocks, to groups of equally many layers")
+        server = SERVERS[memory.server]
         about = (
-            f"{name} allocates memory in {shared}. Its windowed layers also hold the tokens of a prompt that are "
-            "computed at once (--batched-tokens), of all batches that are planned and not yet ended. So a pattern "
-            "saves less there than in this library."
+            f"{server.title} {server.version} allocates memory in {server.cache.layout}. Its windowed layers also hold "
+            "the tokens of a prompt that are computed at once (--batched-tokens), of all batches that are planned and "
+            "not yet ended. So a pattern saves less there than in this library."
         )
         note.append(html.paragraph(about))
     return [
@@ -274,9 +271,7 @@ def _memory(
 
 def _called(server: str) -> str:
     """A server as it writes itself."""
-    return {"vllm": "vLLM", "vllm-plugin": "vLLM with swa-jax-vllm", "sglang": "SGLang", "mlx-lm": "MLX-LM"}.get(
-        server, server
-    )
+    return SERVERS[server].title if server in SERVERS else server
 
 
 def _place(job: Adaptation) -> str:
@@ -408,10 +403,12 @@ def _check_command(job: Adaptation) -> list[str]:
     """The command that compares a running server with the export's receipt; none where there is no receipt."""
     if job.export_folder is None or not (script := job.export_folder / SCRIPT.name).exists():
         return []
-    port = PORTS.get(server := job.settings.server or "")
-    if server in SERVERS and port is None:
-        return []
-    return [f"python {shlex.quote(str(script))} " + (f"--url http://localhost:{port}" if port else "--transformers")]
+    where = "--transformers"
+    if (server := SERVERS.get(job.settings.server or "")) is not None:
+        if server.port is None:
+            return []
+        where = f"--url http://localhost:{server.port}"
+    return [f"python {shlex.quote(str(script))} {where}"]
 
 
 def _receipt(job: Adaptation, canary: Mapping[str, Any] | None) -> str:

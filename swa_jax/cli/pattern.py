@@ -109,15 +109,15 @@ def _caches(
     At a cliff `better_full_layers` is the nearest number of full layers that the server groups without much waste.
     """
     from swa_jax.checkpoint.folder import open_checkpoint
-    from swa_jax.checkpoint.served_cache import DEVICES, Memory
+    from swa_jax.checkpoint.served_cache import Memory
     from swa_jax.checkpoint.servers import SERVERS
 
     checkpoint = open_checkpoint(find_model(model))
-    if device is not None and not any(device in known for known in DEVICES.values()):
-        names = ", ".join(name for known in DEVICES.values() for name in known)
-        raise ConfigError(f"--device is '{device}'; known: {names}")
+    devices = {name for server in SERVERS.values() for name in server.cache.devices}
+    if device is not None and device not in devices:
+        raise ConfigError(f"--device is '{device}'; known: {', '.join(sorted(devices))}")
     for server in (None, *SERVERS):
-        known = DEVICES.get(server or "", {})
+        known = {} if server is None else SERVERS[server].cache.devices
         given = (batched_tokens if known else None, device if device in known else None)
         memory = Memory(checkpoint.config, checkpoint.hf_config, length, server, *given)
         where = {"server": server, "version": None if server is None else SERVERS[server].version}

@@ -12,16 +12,9 @@ from golden_models import GOLDEN, hf_of
 from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.families import hf_pattern, model_config
 from swa_jax.checkpoint.hf_import import import_model
-from swa_jax.checkpoint.served_cache import (
-    DEVICES,
-    Blocks,
-    BudgetError,
-    Memory,
-    better_grouping,
-    group_layers,
-    grouped_entries,
-    most_within,
-)
+from swa_jax.checkpoint.served_cache import BudgetError, Memory, most_within
+from swa_jax.checkpoint.servers import SERVERS
+from swa_jax.checkpoint.servers.allocation import Blocks, better_grouping, group_layers, grouped_entries
 from swa_jax.model.cache import cache_bytes
 from swa_jax.model.layer_types import FULL, HYBRID, WINDOW
 from swa_jax.model.pattern import AttentionPattern
@@ -32,13 +25,13 @@ CASES = json.loads((Path(__file__).parent / "vllm_groups.json").read_text())["ca
 
 def test_entries_are_those_of_vllms_planner():
     assert len(CASES) == 200
+    devices = SERVERS["vllm"].cache.devices
     for case in CASES:
-        assert DEVICES["vllm"][case["device"]].batched_tokens == case["batched"]
+        assert devices[case["device"]].batched_tokens == case["batched"]
         blocks = memory_of("llama-plain", case["length"], "vllm", case["batched"], case["device"]).blocks
         assert blocks.in_flight == case["in_flight"]
-        entries, groups = grouped_entries(
-            case["full"], case["windowed"], case["window"], case["length"], blocks._replace(tokens=case["block"])
-        )
+        blocks, groups = blocks._replace(tokens=case["block"]), group_layers(case["full"], case["windowed"])
+        entries = grouped_entries(case["full"], case["windowed"], case["window"], case["length"], blocks)
         assert (entries, groups.layers, groups.full + groups.windowed) == (
             case["entries"],
             case["layers_of_a_group"],
@@ -46,15 +39,15 @@ def test_entries_are_those_of_vllms_planner():
         )
     assert group_layers(36, 0) == (36, 1, 0)  # of one kind: one group
     assert group_layers(0, 36) == (36, 0, 1)
-    assert grouped_entries(36, 0, None, 1000, Blocks(16, 1))[0] == 36 * 1008
-    assert {case["device"] for case in CASES} == set(DEVICES["vllm"])
+    assert grouped_entries(36, 0, None, 1000, Blocks(16, 1)) == 36 * 1008
+    assert {case["device"] for case in CASES} == set(devices)
 
 
 def test_one_full_layer_more_may_cost_much():
     """36 layers at 128K tokens: the ratios that vLLM's sizes of groups give."""
     length, blocks = 131072, Blocks(16, 8192)
-    full = grouped_entries(36, 0, None, length, blocks)[0]
-    saved = {n: full / grouped_entries(n, 36 - n, 1024, length, blocks)[0] for n in (9, 14, 15)}
+    full = grouped_entries(36, 0, None, length, blocks)
+    saved = {n: full / grouped_entries(n, 36 - n, 1024, length, blocks) for n in (9, 14, 15)}
     assert saved[14] > 2.2 > 1.8 > saved[15]
     assert saved[9] > 3.2
     assert better_grouping(15, 21, 1024, length, blocks) == 14
@@ -172,7 +165,7 @@ def test_memory_counts_as_the_server_does():
     memory = memory_of("llama-plain", 4096, "vllm", 256)
     layers = memory.config.num_hidden_layers
     pattern = AttentionPattern.from_full_layers([0], layers, 64)
-    entries, _ = grouped_entries(1, layers - 1, 64, 4096, Blocks(16, 2 * 256))
+    entries = grouped_entries(1, layers - 1, 64, 4096, Blocks(16, 2 * 256))
     assert memory.bytes(pattern) == entries * memory.config.num_key_value_heads * 2 * memory.config.head_dim * 2
     assert memory.bytes(pattern) < memory_of("llama-plain", 4096, "vllm", 8192).bytes(pattern)
     padded = memory_of("llama-plain", 16, "tpu-inference")  # heads of 6 channels take 128
@@ -201,7 +194,7 @@ def test_pages_on_a_tpu_grow_with_the_sequence(length, tokens):
 
 def test_the_table_in_the_docs_is_what_is_counted():
     table = (ROOT / "docs" / "serving.md").read_text().split("| `--device` |")[1]
-    for device, own in (pair for devices in DEVICES.values() for pair in devices.items()):
+    for device, own in (pair for server in SERVERS.values() for pair in server.cache.devices.items()):
         row = next(line for line in table.splitlines() if f"`{device}`" in line)
         assert re.search(rf"\b{own.batched_tokens}\b.*\| {own.batches} \|", row), device
 

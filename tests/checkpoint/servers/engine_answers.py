@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from swa_jax.checkpoint.served_cache import grouped_entries
+from swa_jax.checkpoint.servers.allocation import grouped_entries
 
 CLOSE = 1e-4  # in log-probability; of values below -10 that part of 10
 
@@ -41,4 +41,4 @@ def held_as_granted(said) -> bool:
 def counted_entries(memory, full: int, windowed: int, window: int, sink_tokens: int = 0) -> list[int]:
     """The same by our count, with one batch in flight and with two."""
     blocks = [memory.blocks._replace(in_flight=batches * memory.batched_tokens) for batches in (1, 2)]
-    return [grouped_entries(full, windowed, window, memory.length, one, sink_tokens)[0] for one in blocks]
+    return [grouped_entries(full, windowed, window, memory.length, one, sink_tokens) for one in blocks]

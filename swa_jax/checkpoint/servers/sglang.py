@@ -1,0 +1,77 @@
+"""SGLang."""
+
+import dataclasses
+
+from swa_jax.checkpoint.servers.allocation import pooled_entries
+from swa_jax.checkpoint.servers.common import Cache, Device, Reads, Server, ServerClass, native, rotated_as_olmo3
+from swa_jax.model.config import ModelConfig
+
+
+def _unbiased(config: ModelConfig) -> bool:
+    return not (config.attention_bias or config.attention_out_bias or config.mlp_bias)
+
+
+def _untied(config: ModelConfig) -> bool:
+    return not config.tie_word_embeddings
+
+
+# SGLang counts the keys before the query's own. Most of its classes take one off; Cohere's, and the one that runs
+# models of transformers, take `sliding_window` as it is. The latter runs by its own name, without a flag that may be
+# forgotten; it leaves VaultGemma's softcap out. Qwen3-MoE's class, which Mellum's follows, and gpt-oss's always have an
+# output matrix of their own. A model that SGLang knows by its name as one with windows does not start without one,
+# unless it is told so. Gemma's and OLMo's caches it keeps whole by their names, whatever `config.json` says.
+_BY_TRANSFORMERS = ServerClass(
+    "TransformersForCausalLM",
+    Reads.LAYER_TYPES,
+    surplus=1,
+    keys={"architectures": ["TransformersForCausalLM"]},
+    pooled=True,
+)
+_NO_POOL = "--disable-hybrid-swa-memory"
+_CLASSES = {
+    "llama": native("LlamaForCausalLM", Reads.NEVER),
+    "mistral": native("MistralForCausalLM", Reads.NEVER),
+    "qwen2": (*native("Qwen2ForCausalLM", Reads.NEVER), _BY_TRANSFORMERS),
+    # With a matrix of its own it runs as Mellum, in a class of SGLang's own.
+    "qwen3": (
+        *native("Qwen3ForCausalLM", Reads.NEVER),
+        dataclasses.replace(_BY_TRANSFORMERS, only=lambda config: config.tie_word_embeddings),
+    ),
+    "qwen3_moe": native("Qwen3MoeForCausalLM", Reads.NEVER, only=_untied),
+    "mellum": native("MellumForCausalLM", only=_untied, full_flags=_NO_POOL),
+    "gemma2": native("Gemma2ForCausalLM", Reads.EVEN, frees=False),
+    "gemma3_text": native("Gemma3ForCausalLM", frees=False),
+    "granite": native("GraniteForCausalLM", Reads.NEVER, only=_unbiased),
+    "granite_swa": native("GraniteSWAForCausalLM", only=_unbiased, full_flags=_NO_POOL),
+    "phi3": native("Phi3ForCausalLM", Reads.NEVER),
+    "cohere": native("CohereForCausalLM", Reads.NEVER),
+    "cohere2": native("Cohere2ForCausalLM", surplus=1, pooled=True),
+    "olmo2": native("Olmo2ForCausalLM", Reads.NEVER),
+    "olmo3": native("Olmo2ForCausalLM", only=rotated_as_olmo3, spelled=True, frees=False),
+    "starcoder2": native("Starcoder2ForCausalLM", Reads.NEVER),
+    "apertus": native("ApertusForCausalLM", Reads.NEVER),
+    "gpt_oss": native("GptOssForCausalLM", only=_untied, full_flags=_NO_POOL),
+}
+# EXAONE 4's own class reads another form of `sliding_window_pattern`, by which it rotates, too.
+_CLASSES |= dict.fromkeys(("exaone4", "smollm3", "ministral", "cwm", "seed_oss"), (_BY_TRANSFORMERS,))
+# `memory_hook.py`
+SERVER = Server(
+    "SGLang",
+    "0.5.23",
+    "2026-10-30",
+    "python -m sglang.launch_server --model-path {folder}",
+    "--context-length {length} --chunked-prefill-size {batched} --swa-full-tokens-ratio {ratio:g}",
+    _CLASSES,
+    Cache(
+        "two pools of one proportion",
+        pooled_entries,
+        {
+            **dict.fromkeys(("h100", "h200", "a100", "gb10"), Device(8192, block_tokens=1)),
+            **dict.fromkeys(("l4", "l40s"), Device(4096, block_tokens=1)),
+            "b200": Device(16384, block_tokens=64),  # where attention is TensorRT-LLM's
+            "mi300x": Device(16384, block_tokens=1),
+        },
+        whole_pages=True,
+    ),
+    port=30000,
+)

@@ -1,0 +1,30 @@
+"""vLLM with `plugins/vllm`, which runs the pattern itself; what it plans, vLLM's code plans."""
+
+from swa_jax.checkpoint.families import inexpressible
+from swa_jax.checkpoint.families.vllm_plugin import architecture_of
+from swa_jax.checkpoint.servers.allocation import grouped_entries
+from swa_jax.checkpoint.servers.common import Cache, Reads, Server, native
+from swa_jax.checkpoint.servers.vllm import CPU, GROUPS, SIZES
+from swa_jax.model.layer_types import HYBRID, WINDOW
+from swa_jax.model.pattern import AttentionPattern
+
+
+def _lacks(pattern: AttentionPattern) -> str | None:
+    types = tuple(WINDOW if kind == HYBRID else kind for kind in pattern.layer_types)
+    return inexpressible(AttentionPattern(types, pattern.sliding_window))
+
+
+SERVER = Server(
+    "vLLM with swa-jax-vllm",
+    "0.32.0",
+    "2026-10-18",
+    "vllm serve {folder}",
+    SIZES,
+    {
+        model_type: native(architecture_of(model_type), Reads.PATTERN)
+        for model_type in ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
+    },
+    Cache(GROUPS, grouped_entries, {"cpu": CPU}),
+    port=8000,
+    lacks=_lacks,
+)
