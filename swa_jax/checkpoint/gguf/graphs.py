@@ -37,6 +37,7 @@ class Graph(NamedTuple):
 
     architecture: str
     model_type: str
+    windowed: tuple[bool, ...]  # whether it runs models with windows in some layers, and in none
     # What it has, whatever the model has. An output matrix of its own is then the embedding once more, biases are 0,
     # and sink logits so low that they count for nothing.
     has: Mapping[str, Any] = {}
@@ -55,22 +56,28 @@ def _all_sparse(config: ModelConfig) -> bool:
     return {*config.mlp_kinds} == {"sparse"} and _one_theta(config)
 
 
+def _many_layers(config: ModelConfig) -> bool:
+    return config.num_hidden_layers == 64  # by which llama.cpp knows the EXAONE 4 that has windows
+
+
 _SINKS, _UNTIED = {"sink_logits": True}, {"tie_word_embeddings": False}
-# The first that can is taken: those without windows by layer can where every layer is full.
+_FULL, _SOME, _BOTH = (False,), (True,), (False, True)
 GRAPHS = (
-    *(Graph(name, name) for name in ("llama", "qwen2", "qwen3", "granite", "smollm3", "seed_oss")),
-    Graph("qwen3moe", "qwen3_moe"),
-    Graph("gemma2", "gemma2"),
-    Graph("gemma3", "gemma3_text"),
-    Graph("cohere2", "cohere2"),
-    Graph("olmo2", "olmo2", _UNTIED),
-    Graph("olmo2", "olmo3", _UNTIED, _one_theta),
-    Graph("exaone4", "exaone4", only=lambda config: config.num_hidden_layers == 64),  # of others it reads no windows
-    Graph("gpt-oss", "gpt_oss", _UNTIED),
-    Graph("mellum", "mellum", _UNTIED, _all_sparse),
-    Graph("granite-swa", "granite_swa", _SINKS),
-    Graph("granite-swa", "granite_swa", _SINKS | {"attention_out_bias": True}),
-    Graph("step35", "qwen3", _UNTIED, _one_rope),
+    *(Graph(name, name, _FULL) for name in ("llama", "qwen2", "qwen3", "granite", "smollm3", "seed_oss")),
+    Graph("qwen3moe", "qwen3_moe", _FULL, only=_all_sparse),
+    Graph("gemma2", "gemma2", _SOME),
+    Graph("gemma3", "gemma3_text", _BOTH),
+    Graph("cohere2", "cohere2", _SOME),
+    Graph("olmo2", "olmo2", _FULL, _UNTIED),
+    Graph("olmo2", "olmo3", _BOTH, _UNTIED, _one_theta),
+    Graph("exaone4", "exaone4", _SOME, only=_many_layers),
+    Graph("exaone4", "exaone4", _FULL, only=lambda config: not _many_layers(config)),
+    Graph("gpt-oss", "gpt_oss", _SOME, _UNTIED),
+    Graph("mellum", "mellum", _BOTH, _UNTIED, _all_sparse),
+    # Llama and its kin, where some layers have windows; then Qwen 2, which has three biases of four.
+    Graph("granite_swa", "granite_swa", _SOME, _SINKS),
+    Graph("granite_swa", "granite_swa", _SOME, _SINKS | {"attention_out_bias": True}),
+    Graph("step35", "qwen3", _SOME, _UNTIED, _one_rope),
 )
 
 
@@ -88,8 +95,9 @@ class Described(NamedTuple):
 
 def describe(config: ModelConfig, pattern: AttentionPattern) -> Described | None:
     """A model with a pattern as the first architecture has it that can; None if none can."""
+    windowed = WINDOW in pattern.layer_types
     for graph in GRAPHS:
-        if graph.only(config) and (found := _described(graph, config, pattern)) is not None:
+        if windowed in graph.windowed and graph.only(config) and (found := _described(graph, config, pattern)) is not None:
             return found
     return None
 
@@ -149,11 +157,11 @@ def _metadata(architecture: str, config: ModelConfig, hf: HfKeys, pattern: Atten
         values |= {"expert_count": config.num_experts, "expert_feed_forward_length": config.moe_intermediate_size}
     if "logits_scaling" in hf:
         values["logit_scale"] = float(hf["logits_scaling"])
-    if known.ARCHITECTURES[architecture].period is not None:
-        values["attention.sliding_window"] = pattern.sliding_window or config.max_position_embeddings
+    if WINDOW in pattern.layer_types:
+        values["attention.sliding_window"] = pattern.sliding_window
         values["attention.sliding_window_pattern"] = np.array([kind == WINDOW for kind in pattern.layer_types])
         values["rope.freq_base_swa"] = config.local_rope_theta if config.rope_layers else config.rope_theta
-    if architecture == "granite-swa":
+    if architecture == "granite_swa":
         values["attention.rope_pattern"] = np.array([kind != "none" for kind in config.rope_kinds_by_layer])
     values |= _rope(config)
     if architecture == "step35":  # whose full layers rotate half of what is said

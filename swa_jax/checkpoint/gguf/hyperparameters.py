@@ -294,7 +294,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "gemma4_text", period=6, by_layer=("attention.head_count_kv", "feed_forward_length"), more=_gemma4
     ),
     "granite": Architecture("granite", permuted=True, more=_granite),
-    "granite-swa": Architecture(
+    "granite_swa": Architecture(
         lambda it: "granitemoe_swa" if it.whole("expert_count", 0) else "granite_swa",
         period=4,
         full_first=True,
