@@ -4,6 +4,7 @@ Each function follows one class and gives the window of every layer, None for fu
 `swa_jax.checkpoint.servers`, whose table says the same in another way.
 """
 
+import functools
 import runpy
 from pathlib import Path
 
@@ -54,15 +55,23 @@ def vllm(hf):
     (architecture,) = hf["architectures"]
     common = _vllm_cache_window(hf)
     name = architecture.removesuffix("ForCausalLM")
-    if (
-        name in ["Llama", "Mistral", "Phi3", "Gemma2", "Gemma3", "Exaone4", "Granite", "Apertus"]
-        or name in BY_TRANSFORMERS
-    ):
+    native = ["Llama", "Mistral", "Phi3", "Gemma2", "Gemma3", "Gemma4", "Exaone4", "Granite", "Apertus"]
+    native += ["Afmoe", "ExaoneMoe", "GraniteMoeSWA", "Laguna"]
+    if name in native or name in BY_TRANSFORMERS:
         windows = _by_layer_types(hf)
     elif name in ["Cohere", "Qwen2", "Qwen3", "Qwen3Moe", "Mixtral"]:
         windows = _full(hf)
     else:
-        windows = {"Cohere2": lambda hf: _by_layer_types(hf, surplus=1), "GptOss": _even}[name](hf)
+        cohere = functools.partial(_by_layer_types, surplus=1)
+        windows = {"Cohere2": cohere, "Cohere2Moe": cohere, "GptOss": _even}[name](hf)
+    if name == "Afmoe":
+        assert not hf.get("attention_bias")
+        assert not hf["tie_word_embeddings"], "nothing is loaded into the output matrix"
+    if name in ("Cohere2Moe", "ExaoneMoe", "Laguna"):
+        assert len(hf["mlp_layer_types"]) == hf["num_hidden_layers"]
+    if name == "Cohere2Moe" and hf["prefix_dense_sliding_window_pattern"] == 1:
+        kinds = "".join(kind[0] for kind in hf["mlp_layer_types"])
+        assert "sd" not in kinds, "dense layers are rotated where they come first"
     if architecture == "GraniteForCausalLM" and hf.get("layer_types") is not None:
         assert hf.get("attention_sinks") is False, "the class would want sink logits"
     if architecture == "Qwen2ForCausalLM" and len(set(hf.get("layer_types") or [])) > 1:
@@ -87,7 +96,7 @@ def vllm_plugin(hf):
 
 def tpu_inference(hf):
     """tpu-inference 0.32.0 with MODEL_IMPL_TYPE=vllm: vLLM's classes; models of transformers are not among them."""
-    assert hf["architectures"][0] not in ("Olmo3ForCausalLM", "SmolLM3ForCausalLM", "MellumForCausalLM")
+    assert hf["architectures"][0].removesuffix("ForCausalLM") not in BY_TRANSFORMERS - {"GraniteSWA"}
     return vllm(hf)
 
 
@@ -111,8 +120,14 @@ def sglang(hf):
         "GraniteSWAForCausalLM": _by_layer_types,
         "Cohere2ForCausalLM": lambda hf: _by_layer_types(hf, surplus=1),
         "TransformersForCausalLM": lambda hf: _by_layer_types(hf, surplus=1),
+        "MixtralForCausalLM": _full,
+        "AfmoeForCausalLM": _by_layer_types,
+        "GraniteMoeSWAForCausalLM": _by_layer_types,
+        "LagunaForCausalLM": _by_layer_types,
     }
-    if architecture in ("Qwen3MoeForCausalLM", "MellumForCausalLM", "GptOssForCausalLM"):
+    if architecture == "GraniteMoeSWAForCausalLM":
+        assert hf["head_dim"] * hf["num_attention_heads"] == hf["hidden_size"]
+    if architecture.removesuffix("ForCausalLM") in ("Qwen3Moe", "Mellum", "GptOss", "Afmoe", "Mixtral"):
         assert not hf.get("tie_word_embeddings"), "nothing is loaded into the output matrix"
     return native[architecture](hf)
 
@@ -122,7 +137,15 @@ def mlx_lm(hf):
     name = {"mistral": "llama"}.get(hf["model_type"], hf["model_type"])
     scaling = hf.get("rope_scaling") or {"rope_type": "default"}
     assert "tie_word_embeddings" in hf, "which is true by default"
-    if name == "mellum":
+    if name == "gemma4_text":
+        full = hf["layer_types"].index("full_attention")
+        assert hf["global_head_dim"] == hf["per_layer_config"][str(full)].get("head_dim", hf["head_dim"])
+        return _by_layer_types(hf)
+    if name == "laguna":
+        assert hf["gating"] in (True, "per-head")
+        assert not hf.get("qkv_bias")
+        assert not hf["attention_bias"]
+    elif name == "mellum":
         assert hf["num_experts"]
         assert set(hf["mlp_layer_types"]) == {"sparse"}
         assert {hf["rope_parameters"][kind]["rope_type"] for kind in hf["layer_types"]} <= {"default", "yarn", "llama3"}
@@ -136,7 +159,7 @@ def mlx_lm(hf):
     if name == "olmo3":
         assert "sliding_attention" in kinds, "layer_types.index fails"
         assert len({rope["rope_theta"] for rope in hf["rope_parameters"].values()} | {hf["rope_theta"]}) == 1
-    assert name in ("llama", "mellum", "olmo3")
+    assert name in ("llama", "mellum", "olmo3", "afmoe", "laguna")
     return _by_layer_types(hf)
 
 
@@ -145,7 +168,7 @@ def sglang_pools(hf, command):
     (architecture,) = hf["architectures"]
     if architecture.removesuffix("ForCausalLM") in ("Gemma2", "Gemma3", "Olmo2", "Olmo3", "Exaone4"):
         return None  # arg_groups/model_overrides
-    named = architecture in ("GptOssForCausalLM", "GraniteSWAForCausalLM", "MellumForCausalLM")
+    named = architecture.removesuffix("ForCausalLM") in ("GptOss", "GraniteSWA", "GraniteMoeSWA", "Mellum", "Laguna")
     if "--disable-hybrid-swa-memory" in command or not (named or hf.get("is_hybrid_swa")):
         return None
     if named:

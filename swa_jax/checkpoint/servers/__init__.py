@@ -88,16 +88,19 @@ def served_config(server: str, hf: HfConfig, pattern: AttentionPattern, *, as_fu
     check_target(server)
     if (found := find_served(server, hf, pattern)) is not None:
         return found
-    full = AttentionPattern((FULL,) * pattern.num_layers)
+    full = find_served(server, fully(hf), AttentionPattern((FULL,) * pattern.num_layers))
+    if as_full and full is not None:
+        return full
+    known = {} if server == "transformers" or full is not None else SERVERS[server].no_class
     if as_full:
-        if (found := find_served(server, fully(hf), full)) is not None:
-            return found
-        raise ConfigError(f"{_called(server)} has no class for model_type '{hf['model_type']}'")
+        why = known.get(hf["model_type"], "no class of it is known to do so")
+        raise ConfigError(f"{_called(server)} does not run model_type '{hf['model_type']}': {why}")
     others = [other for other in TARGETS if other != server and find_served(other, hf, pattern) is not None]
     routes = [f"--for {' or '.join(others)} runs it"] if others else []
-    if find_served(server, fully(hf), full) is not None:
+    if full is not None:
         routes.append("--as-full exports it with full attention in every layer")
-    reason = unserved(server, pattern) or f"it has no class that runs {hf['model_type']} with these windows"
+    generic = f"it has no class that runs {hf['model_type']} with these windows"
+    reason = unserved(server, pattern) or known.get(hf["model_type"], generic)
     raise ConfigError("; ".join([f"{_called(server)} cannot run this pattern: {reason}", *routes]))
 
 

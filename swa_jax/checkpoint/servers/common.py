@@ -65,6 +65,21 @@ def native(name: str, reads: Reads = Reads.LAYER_TYPES, **options: Any) -> tuple
     return (ServerClass(name, reads, **options),)
 
 
+def unbiased(config: ModelConfig) -> bool:
+    """No projection has a bias."""
+    return not (config.attention_bias or config.attention_out_bias or config.mlp_bias)
+
+
+def untied(config: ModelConfig) -> bool:
+    """The output matrix is not the embedding."""
+    return not config.tie_word_embeddings
+
+
+def as_afmoe(config: ModelConfig) -> bool:
+    """The servers' classes have no biases, and an output matrix of their own."""
+    return unbiased(config) and untied(config)
+
+
 def rotated_as_olmo3(config: ModelConfig) -> bool:
     """One theta for all layers, and its scaling in full layers alone."""
     if config.rope_layers:
@@ -123,6 +138,7 @@ class Server:
       command: starts it; "{folder}" stands for the export.
       sizes: what the command says of {length}, {batched} tokens and the {ratio} of two pools.
       classes: what runs each `model_type`.
+      no_class: {model_type: why no class runs it}, as the end of a sentence; what `classes` has it has not.
       port: where it listens unless it is told otherwise; None: no receipt can ask it.
       environment: variables before the command.
       lacks: what no class of it knows of a pattern, None if nothing.
@@ -135,6 +151,7 @@ class Server:
     sizes: str
     classes: Classes
     cache: Cache
+    no_class: Mapping[str, str] = dataclasses.field(default_factory=dict)
     port: int | None = None
     environment: str = ""
     lacks: Callable[[AttentionPattern], str | None] = inexpressible

@@ -3,16 +3,25 @@
 import dataclasses
 
 from swa_jax.checkpoint.servers.allocation import pooled_entries
-from swa_jax.checkpoint.servers.common import Cache, Device, Reads, Server, ServerClass, native, rotated_as_olmo3
+from swa_jax.checkpoint.servers.common import (
+    Cache,
+    Device,
+    Reads,
+    Server,
+    ServerClass,
+    as_afmoe,
+    native,
+    rotated_as_olmo3,
+    unbiased,
+    untied,
+)
 from swa_jax.model.config import ModelConfig
 
 
-def _unbiased(config: ModelConfig) -> bool:
-    return not (config.attention_bias or config.attention_out_bias or config.mlp_bias)
-
-
-def _untied(config: ModelConfig) -> bool:
-    return not config.tie_word_embeddings
+def _as_granitemoe(config: ModelConfig) -> bool:
+    """Heads that divide the hidden channels, and RoPE without scaling."""
+    divided = config.head_dim * config.num_attention_heads == config.hidden_size
+    return divided and unbiased(config) and config.rope_scaling is None
 
 
 # SGLang counts the keys before the query's own. Most of its classes take one off; Cohere's, and the one that runs
@@ -37,12 +46,12 @@ _CLASSES = {
         *native("Qwen3ForCausalLM", Reads.NEVER),
         dataclasses.replace(_BY_TRANSFORMERS, only=lambda config: config.tie_word_embeddings),
     ),
-    "qwen3_moe": native("Qwen3MoeForCausalLM", Reads.NEVER, only=_untied),
-    "mellum": native("MellumForCausalLM", only=_untied, full_flags=_NO_POOL),
+    "qwen3_moe": native("Qwen3MoeForCausalLM", Reads.NEVER, only=untied),
+    "mellum": native("MellumForCausalLM", only=untied, full_flags=_NO_POOL),
     "gemma2": native("Gemma2ForCausalLM", Reads.EVEN, frees=False),
     "gemma3_text": native("Gemma3ForCausalLM", frees=False),
-    "granite": native("GraniteForCausalLM", Reads.NEVER, only=_unbiased),
-    "granite_swa": native("GraniteSWAForCausalLM", only=_unbiased, full_flags=_NO_POOL),
+    "granite": native("GraniteForCausalLM", Reads.NEVER, only=unbiased),
+    "granite_swa": native("GraniteSWAForCausalLM", only=unbiased, full_flags=_NO_POOL),
     "phi3": native("Phi3ForCausalLM", Reads.NEVER),
     "cohere": native("CohereForCausalLM", Reads.NEVER),
     "cohere2": native("Cohere2ForCausalLM", surplus=1, pooled=True),
@@ -50,10 +59,22 @@ _CLASSES = {
     "olmo3": native("Olmo2ForCausalLM", only=rotated_as_olmo3, spelled=True, frees=False),
     "starcoder2": native("Starcoder2ForCausalLM", Reads.NEVER),
     "apertus": native("ApertusForCausalLM", Reads.NEVER),
-    "gpt_oss": native("GptOssForCausalLM", only=_untied, full_flags=_NO_POOL),
+    "mixtral": native("MixtralForCausalLM", Reads.NEVER, only=untied),
+    "afmoe": native("AfmoeForCausalLM", only=as_afmoe, pooled=True),
+    "granitemoe_swa": native("GraniteMoeSWAForCausalLM", only=_as_granitemoe, full_flags=_NO_POOL),
+    "laguna": native("LagunaForCausalLM", full_flags=_NO_POOL),
+    "gpt_oss": native("GptOssForCausalLM", only=untied, full_flags=_NO_POOL),
 }
 # EXAONE 4's own class reads another form of `sliding_window_pattern`, by which it rotates, too.
 _CLASSES |= dict.fromkeys(("exaone4", "smollm3", "ministral", "cwm", "seed_oss"), (_BY_TRANSFORMERS,))
+_NO_CLASS = {
+    "vaultgemma": "the class that runs models of transformers leaves its softcap out",
+    "ministral3": "its class takes the factor on queries from another key than transformers writes",
+    "gemma4_text": "it reads the heads of full layers only beside those of images",
+    "exaone_moe": "its class reads is_moe_layer, which transformers does not write",
+    "cohere2_moe": "its class reads first_k_dense_replace, which transformers does not write",
+    "mimo_v2_flash": "its class reads hybrid_layer_pattern and swa_ keys, which transformers does not write",
+}
 # `memory_hook.py`
 SERVER = Server(
     "SGLang",
@@ -73,5 +94,6 @@ SERVER = Server(
         },
         whole_pages=True,
     ),
+    no_class=_NO_CLASS,
     port=30000,
 )

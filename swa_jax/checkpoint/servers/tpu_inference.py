@@ -5,7 +5,7 @@ Its own classes in JAX know no window; those of vLLM do, and run where a variabl
 
 from swa_jax.checkpoint.servers.allocation import grouped_entries
 from swa_jax.checkpoint.servers.common import Cache, Device, Server
-from swa_jax.checkpoint.servers.vllm import GROUPS, NATIVE, SIZES
+from swa_jax.checkpoint.servers.vllm import BY_TRANSFORMERS, EXPERTS, GROUPS, NATIVE, NO_CLASS, SIZES
 
 _SEQUENCES = 256  # `--max-num-seqs`, unless it is told otherwise
 
@@ -35,6 +35,11 @@ SERVER = Server(
         pages=_page,
         head_dim_unit=128,
     ),
+    no_class={
+        **NO_CLASS,
+        **dict.fromkeys(BY_TRANSFORMERS, "it runs no models of transformers"),
+        **dict.fromkeys(EXPERTS, "whether it runs what this class of vLLM has was not found out"),
+    },
     port=8000,
     environment="MODEL_IMPL_TYPE=vllm",
 )

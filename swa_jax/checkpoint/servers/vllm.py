@@ -28,7 +28,7 @@ NATIVE = {
     "qwen3_moe": native("Qwen3MoeForCausalLM", Reads.NEVER),
     "mixtral": native("MixtralForCausalLM", Reads.NEVER),
 }
-_BY_TRANSFORMERS = {
+BY_TRANSFORMERS = {
     "olmo2": native("TransformersForCausalLM", Reads.NEVER),
     "olmo3": native("TransformersForCausalLM"),
     "smollm3": native("TransformersForCausalLM"),
@@ -38,6 +38,18 @@ _BY_TRANSFORMERS = {
     "starcoder2": native("TransformersForCausalLM", Reads.ALIKE),
     "vaultgemma": native("TransformersForCausalLM"),
     "mellum": native("TransformersMoEForCausalLM"),
+}
+EXPERTS = {
+    "afmoe": native("AfmoeForCausalLM"),
+    "cohere2_moe": native("Cohere2MoeForCausalLM", surplus=1),
+    "exaone_moe": native("ExaoneMoeForCausalLM"),
+    "granitemoe_swa": native("GraniteMoeSharedForCausalLM"),
+    "laguna": native("LagunaForCausalLM"),
+    "gemma4_text": native("Gemma4ForCausalLM"),
+}
+NO_CLASS = {
+    "ministral3": "its class finds the factor on queries under a key that transformers does not write",
+    "mimo_v2_flash": "its class reads hybrid_layer_pattern and swa_ keys, which transformers does not write",
 }
 GROUPS = "blocks, to groups of equally many layers"
 SIZES = "--max-model-len {length} --max-num-batched-tokens {batched}"
@@ -50,7 +62,7 @@ SERVER = Server(
     "2026-11-02",
     "vllm serve {folder}",
     SIZES,
-    NATIVE | _BY_TRANSFORMERS,
+    NATIVE | EXPERTS | BY_TRANSFORMERS,
     Cache(
         GROUPS,
         grouped_entries,
@@ -66,5 +78,6 @@ SERVER = Server(
             "cpu": CPU,
         },
     ),
+    no_class=NO_CLASS,
     port=8000,
 )

@@ -1,6 +1,6 @@
 """vLLM with `plugins/vllm`, which runs the pattern itself; what it plans, vLLM's code plans."""
 
-from swa_jax.checkpoint.families import inexpressible
+from swa_jax.checkpoint.families import FAMILIES, inexpressible
 from swa_jax.checkpoint.families.vllm_plugin import architecture_of
 from swa_jax.checkpoint.servers.allocation import grouped_entries
 from swa_jax.checkpoint.servers.common import Cache, Reads, Server, native
@@ -14,17 +14,17 @@ def _lacks(pattern: AttentionPattern) -> str | None:
     return inexpressible(AttentionPattern(types, pattern.sliding_window))
 
 
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
+_OTHERS = "the plug-in has classes for Llama, Mistral, Qwen2, Qwen3 and Gemma 3 alone"
 SERVER = Server(
     "vLLM with swa-jax-vllm",
     "0.32.0",
     "2026-10-18",
     "vllm serve {folder}",
     SIZES,
-    {
-        model_type: native(architecture_of(model_type), Reads.PATTERN)
-        for model_type in ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
-    },
+    {model_type: native(architecture_of(model_type), Reads.PATTERN) for model_type in _FAMILIES},
     Cache(GROUPS, grouped_entries, {"cpu": CPU}),
+    no_class={model_type: _OTHERS for model_type in FAMILIES if model_type not in _FAMILIES},
     port=8000,
     lacks=_lacks,
 )

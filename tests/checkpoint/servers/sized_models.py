@@ -54,6 +54,10 @@ def write_model(case: str, folder: Path, layers: int | None = None) -> Path:
             rope[key] = _longer(rope[key], int(SIZES["head_dim"] * rope.get("partial_rotary_factor", 1)) // 2)
     if rope.get("rope_type") == "yarn":
         hf["rope_parameters"] = YARN | rope
+    if "num_attention_heads_per_layer" in hf:
+        hf["num_attention_heads_per_layer"] = [SIZES["num_attention_heads"]] * hf["num_hidden_layers"]
+    for heads in hf.get("per_layer_config", {}).values():
+        heads["head_dim"] = 2 * SIZES["head_dim"]
     golden = load_file(GOLDEN / case / "model.safetensors")
     rng = np.random.default_rng(0)
     tensors = {}
