@@ -1,14 +1,13 @@
 """Which architecture of llama.cpp computes a model with a pattern, and the metadata that its file has.
 
 The tables that read a file write it, and what is written is read again: it stands only if it is the same model with the
-same pattern. Facts: llama.cpp's src/models, where `GRAPHS` says what the reader cannot know.
+same pattern.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from swa_jax.checkpoint.gguf import hyperparameters as known
 from swa_jax.checkpoint.gguf.header import GgufTensor, Header
 from swa_jax.checkpoint.gguf.rope import FACTORS, rope_keys
 from swa_jax.checkpoint.gguf.weights import NAMES, TensorPlace, find_places, module_of, stored_name
+from swa_jax.checkpoint.servers.llama_cpp import GRAPHS, Graph
 from swa_jax.checkpoint.tensor_names import hf_parameters, tensors_of
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import WINDOW
@@ -30,55 +30,6 @@ from swa_jax.model.layers import rope_frequencies
 from swa_jax.model.pattern import AttentionPattern
 
 FILE = Path("model.gguf")
-
-
-class Graph(NamedTuple):
-    """An architecture of llama.cpp, and the family that its files are read as."""
-
-    architecture: str
-    model_type: str
-    windowed: tuple[bool, ...]  # whether it runs models with windows in some layers, and in none
-    # What it has, whatever the model has. An output matrix of its own is then the embedding once more, biases are 0,
-    # and sink logits so low that they count for nothing.
-    has: Mapping[str, Any] = {}
-    only: Callable[[ModelConfig], bool] = lambda config: True
-
-
-def _one_rope(config: ModelConfig) -> bool:
-    return not config.rope_layers and config.rope_scaling is None
-
-
-def _one_theta(config: ModelConfig) -> bool:
-    return not config.rope_layers or config.local_rope_theta == config.rope_theta
-
-
-def _all_sparse(config: ModelConfig) -> bool:
-    return {*config.mlp_kinds} == {"sparse"} and _one_theta(config)
-
-
-def _many_layers(config: ModelConfig) -> bool:
-    return config.num_hidden_layers == 64  # by which llama.cpp knows the EXAONE 4 that has windows
-
-
-_SINKS, _UNTIED = {"sink_logits": True}, {"tie_word_embeddings": False}
-_FULL, _SOME, _BOTH = (False,), (True,), (False, True)
-GRAPHS = (
-    *(Graph(name, name, _FULL) for name in ("llama", "qwen2", "qwen3", "granite", "smollm3", "seed_oss")),
-    Graph("qwen3moe", "qwen3_moe", _FULL, only=_all_sparse),
-    Graph("gemma2", "gemma2", _SOME),
-    Graph("gemma3", "gemma3_text", _BOTH),
-    Graph("cohere2", "cohere2", _SOME),
-    Graph("olmo2", "olmo2", _FULL, _UNTIED),
-    Graph("olmo2", "olmo3", _BOTH, _UNTIED, _one_theta),
-    Graph("exaone4", "exaone4", _SOME, only=_many_layers),
-    Graph("exaone4", "exaone4", _FULL, only=lambda config: not _many_layers(config)),
-    Graph("gpt-oss", "gpt_oss", _SOME, _UNTIED),
-    Graph("mellum", "mellum", _BOTH, _UNTIED, _all_sparse),
-    # Llama and its kin, where some layers have windows; then Qwen 2, which has three biases of four.
-    Graph("granite_swa", "granite_swa", _SOME, _SINKS),
-    Graph("granite_swa", "granite_swa", _SOME, _SINKS | {"attention_out_bias": True}),
-    Graph("step35", "qwen3", _SOME, _UNTIED, _one_rope),
-)
 
 
 class Described(NamedTuple):
@@ -89,8 +40,16 @@ class Described(NamedTuple):
     hf: HfKeys  # of that
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]  # by name, in the file's order, f32; where they begin is not known
+    copies: bool  # the embedding, for an output matrix
     factors: dict[str, np.ndarray]  # those among them that are of RoPE, f32
     places: dict[str, TensorPlace]  # where the model's tensors are in them, by Hugging Face's name
+
+    def notes(self) -> list[str]:
+        """What a user should know of the file, in sentences."""
+        return [
+            "The weights keep their precision; llama.cpp's own llama-quantize makes the file smaller.",
+            *(["Its output matrix is the embedding, stored a second time."] if self.copies else []),
+        ]
 
 
 def describe(config: ModelConfig, pattern: AttentionPattern) -> Described | None:
@@ -103,6 +62,7 @@ def describe(config: ModelConfig, pattern: AttentionPattern) -> Described | None
 
 
 def _described(graph: Graph, config: ModelConfig, pattern: AttentionPattern) -> Described | None:
+    tied = config.tie_word_embeddings
     config = dataclasses.replace(config, model_type=graph.model_type, **graph.has)
     family = FAMILIES[graph.model_type]
     hf = family.to_hf(config) | family.window_keys(config, pattern)
@@ -121,7 +81,7 @@ def _described(graph: Graph, config: ModelConfig, pattern: AttentionPattern) -> 
         return None
     own = {name: tensor for name, tensor in tensors.items() if name not in factors}
     places = find_places(config, own, known.ARCHITECTURES[graph.architecture].permuted, FILE)
-    return Described(graph.architecture, config, hf, metadata, tensors, factors, places)
+    return Described(graph.architecture, config, hf, metadata, tensors, tied != config.tie_word_embeddings, factors, places)
 
 
 def _says(hf: HfKeys, config: ModelConfig, pattern: AttentionPattern) -> bool:

@@ -31,19 +31,20 @@ PROBE = (
     "\U0001f600\U0001f680 a\u00a0b\n\n  indented\n\tTab\t\tTabs\r\nend  of   line    \n \n\n   last 'quoted' word \n"
 )
 
+_MODEL = {"general.architecture": "llama", "llama.block_count": 1}  # any, to read a tokenizer from
 
-def tokenizer_keys(files: Mapping[str, bytes], folder: object, said: Header, vocab_size: int) -> dict[str, Any]:
-    """The keys of a tokenizer; without a `tokenizer.json` among the `files` beside the weights, that there is none.
 
-    Args:
-      folder: what to call theirs in sentences.
-      said: what else the GGUF file says.
+def tokenizer_keys(files: Mapping[str, bytes], folder: object, vocab_size: int) -> dict[str, Any]:
+    """The keys of the tokenizer that is among the files beside the weights.
+
+    `folder` is what to call theirs in sentences.
 
     Raises:
-      ConfigError: llama.cpp has no tokenizer that cuts texts in the same way.
+      ConfigError: there is none, without which llama.cpp does not run, or none of llama.cpp's cuts texts in the same
+        way.
     """
     if TOKENIZER not in files:
-        return {f"{PREFIX}model": NONE[0]}
+        raise ConfigError(f"llama.cpp needs a tokenizer, and {folder} has no {TOKENIZER}: add the model's")
     own = read_tokenizer(files[TOKENIZER], f"{folder}/{TOKENIZER}", files, folder)
     backend, table = own.backend, json.loads(own.backend.to_str())
     model = table["model"]
@@ -82,7 +83,7 @@ def tokenizer_keys(files: Mapping[str, bytes], folder: object, said: Header, voc
     if isinstance(template, str):
         written["tokenizer.chat_template"] = template
     try:
-        read, _ = tokenizer_files(Metadata(Header(said.metadata | written, said.tensors), folder))
+        read, _ = tokenizer_files(Metadata(Header(_MODEL | written, dict.fromkeys(_MODEL)), folder))
         again = tokenizers.Tokenizer.from_buffer(read[TOKENIZER])
         text = PROBE + " a".join(token["content"] for token in added.values() if token["id"] < vocab_size)
         merges = json.loads(again.to_str())["model"]["merges"]
@@ -92,8 +93,8 @@ def tokenizer_keys(files: Mapping[str, bytes], folder: object, said: Header, voc
         same = False
     if not same:
         raise ConfigError(
-            f"{folder}/{TOKENIZER} cuts texts in a way that no tokenizer of llama.cpp's does, so that no GGUF file can "
-            "hold it; remove the file from a copy of the folder to export for token ids only"
+            f"{folder}/{TOKENIZER} cuts texts in a way that no tokenizer known of llama.cpp does, so that no GGUF file "
+            "can hold it: take another server"
         )
     return written
 
