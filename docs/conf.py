@@ -68,7 +68,8 @@ def link_outside(app: Any, page: str, source: list[str]) -> None:
     source[0] = re.sub(r"\[([^]]+)\]\(((?:\.\./|data/)[^)#\s]+)(#[^)\s]*)?\)", link, source[0])
 
 
-REFERENCES = {"commands": "commands", "training-keys": "training_keys"}  # page: the function of reference.py
+# {page: the function of reference.py}
+REFERENCES = {"commands": "commands", "training-keys": "training_keys", "servers": "servers"}
 
 
 def insert_reference(app: Any, page: str, source: list[str]) -> None:

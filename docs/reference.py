@@ -1,4 +1,4 @@
-"""The pages of all commands and of all training keys, made of the code while the site is built: conf.py calls it."""
+"""The pages of all commands, training keys and servers, made of the code while the site is built: conf.py calls it."""
 
 from __future__ import annotations
 
@@ -158,3 +158,39 @@ def _default(field: dataclasses.Field[Any]) -> str:
     if isinstance(value, tuple):
         return "" if any(map(dataclasses.is_dataclass, value)) else f"`[{', '.join(map(str, value))}]`"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+# ---- servers ----
+
+
+def servers() -> str:
+    """Every server: the version that was read, what it reads at once on which device, and what runs each family."""
+    from swa_jax.checkpoint.families import FAMILIES
+    from swa_jax.checkpoint.servers import SERVERS
+
+    versions = ((f"`{name}`", s.title, s.version, s.released) for name, s in SERVERS.items())
+    devices = (
+        (
+            f"`{name}`",
+            f"`{device}`",
+            str(own.batched_tokens),
+            str(own.batches),
+            str(own.block_tokens) if s.cache.pages is None else f"{s.cache.pages(32768)} at 32768 tokens",
+        )
+        for name, s in SERVERS.items()
+        for device, own in s.cache.devices.items()
+    )
+    page = ["## Versions\n", table(("`--for`", "server", "version", "released"), versions), "## Devices\n"]
+    columns = ("`--for`", "`--device`", "own batched tokens", "batches at once", "tokens of a block")
+    page += ["What a server does there unless it is told otherwise.\n", table(columns, devices)]
+    for server in SERVERS.values():
+        rows = [(family, _runs(server, family)) for family in FAMILIES if _runs(server, family)]
+        page += [f"## Families on {server.title}\n", table(("model_type", "windows"), rows)]
+    return "\n".join(page)
+
+
+def _runs(server: Any, family: str) -> str:
+    """What a server does with a family; "" where it runs it as another one alone."""
+    classes = server.classes.get(family, ())
+    found = [f"{one.name}: {one.reads.value}" + (" (caches kept whole)" if not one.frees else "") for one in classes]
+    return "; ".join(found) or server.no_class.get(family, "")

@@ -16,7 +16,7 @@ from typing import Any
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.servers import SERVERS, Served, check_target, find_served, served_config, unserved
-from swa_jax.checkpoint.servers.allocation import Blocks, better_grouping, ceil_share, grouped_entries, pooled_ratio
+from swa_jax.checkpoint.servers.allocation import Blocks, Pools, better_grouping, ceil_share, grouped_entries
 from swa_jax.checkpoint.servers.common import Cache, ServerClass
 from swa_jax.model.cache import cache_bytes
 from swa_jax.model.config import ModelConfig
@@ -127,8 +127,11 @@ class Memory:
         pattern, blocks = served.pattern, self.blocks
         if blocks is None or not served.runs.frees or len(pattern.full_layers) == pattern.num_layers:
             return command
-        ratio = pooled_ratio(pattern.sliding_window or 0, self.length, blocks)
-        sizes = SERVERS[str(self.server)].sizes.format(length=self.length, batched=self.batched_tokens, ratio=ratio)
+        server = SERVERS[str(self.server)]
+        pools, ratio = server.cache.entries, 1.0
+        if isinstance(pools, Pools):
+            ratio = pools.ratio(pattern.sliding_window or 0, self.length, blocks)
+        sizes = server.sizes.format(length=self.length, batched=self.batched_tokens, ratio=ratio)
         return f"{command} {sizes}"
 
     def notes(self, served: Served, folder: str | Path) -> list[str]:

@@ -25,7 +25,16 @@ from swa_jax.cli.generate import generate
 from swa_jax.cli.generate_options import Pattern
 from swa_jax.cli.groups import expand
 from swa_jax.cli.kept_programs import keep_programs
-from swa_jax.cli.options import BatchedTokens, Device, Model, WindowSize, find_model, in_serving, resolve_patterns
+from swa_jax.cli.options import (
+    BatchedTokens,
+    Device,
+    Model,
+    Server,
+    WindowSize,
+    find_model,
+    in_serving,
+    resolve_patterns,
+)
 from swa_jax.cli.pattern import app as pattern_app
 from swa_jax.cli.select import app as select_app
 from swa_jax.cli.train import train
@@ -142,14 +151,7 @@ def export(
     destination: Annotated[Path, Argument(help="A new folder in Hugging Face format.")],
     pattern: Pattern = None,
     window: WindowSize = None,
-    server: Annotated[
-        str | None,
-        in_serving(
-            "--for",
-            metavar="SERVER",
-            help="Who runs it: transformers, vllm, vllm-plugin, tpu-inference, sglang, mlx-lm. The rest is refused.",
-        ),
-    ] = None,
+    server: Server = None,
     as_full: Annotated[
         bool, in_serving("--as-full", help="Full attention in every layer where the server cannot do better.")
     ] = False,

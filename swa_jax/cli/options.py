@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from typer import Argument, CallbackParam, Option, echo
+from typer import Argument, CallbackParam, Exit, Option, echo
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.files import write_json
@@ -60,6 +60,16 @@ in_pattern, in_prompts, in_running, in_output, in_serving, in_chat = map(
     panel, ("Pattern", "Prompts", "Running", "Output", "Serving", "Chat")
 )
 
+
+def _list_servers(server: str | None) -> str | None:
+    if server == "help":
+        from swa_jax.checkpoint.servers import list_targets
+
+        echo(list_targets())
+        raise Exit
+    return server
+
+
 Model = Annotated[
     Path,
     Argument(help="A checkpoint, Hugging Face or PEFT folder, a GGUF file, the id of a Hub model, chains or recall."),
@@ -86,7 +96,11 @@ BatchSize = Annotated[int, in_running(metavar="N", help="Sequences computed at o
 Server = Annotated[
     str | None,
     in_serving(
-        "--for", metavar="SERVER", help="Count as transformers, vllm, vllm-plugin, tpu-inference, sglang, mlx-lm."
+        "--for",
+        metavar="SERVER",
+        help="The server that is meant, such as vllm; help lists all, with versions.",
+        callback=_list_servers,
+        is_eager=True,
     ),
 ]
 ServeLength = Annotated[

@@ -71,7 +71,7 @@ def test_the_model_of_chains_is_asked_for_chains(tmp_path):
         (("recall", "--kv-budget", 0.3, "--unit", "heads", "--for", "vllm"), "which vllm cannot run"),
         (
             ("recall", "--kv-budget", 0.3, "--batched-tokens", 64),
-            "--batched-tokens is of vllm, vllm-plugin, tpu-inference, sglang, mlx-lm",
+            "--batched-tokens is of vllm, vllm-plugin, tpu-inference, sglang, sglang-jax, mlx-lm",
         ),
         (("recall", "--kv-budget", 0.3, "--window", "2048"), "which is full attention: take a smaller --window"),
         (("recall", "--kv-budget", 0.3, "--window", "0"), "--window is '0': give whole numbers from 1 on"),

@@ -132,6 +132,18 @@ def sglang(hf):
     return native[architecture](hf)
 
 
+def sglang_jax(hf):
+    """sglang-jax of 2026-08-21: srt/models, with transformers 4.57, whose configurations have `rope_theta`."""
+    (architecture,) = hf["architectures"]
+    assert hf["rope_theta"]
+    assert (hf.get("rope_scaling") or {"rope_type": "default"})["rope_type"] == "default"
+    if architecture == "Gemma2ForCausalLM":
+        return _by_layer_types(hf)
+    assert architecture.removesuffix("ForCausalLM") in ("Llama", "Qwen2", "Qwen3", "Qwen3Moe")
+    assert not hf.get("sliding_window"), "it makes a pool for windowed layers"
+    return _full(hf)
+
+
 def mlx_lm(hf):
     """mlx-lm 0.32.2: models/NAME.py, by the model type; `mistral` is llama."""
     name = {"mistral": "llama"}.get(hf["model_type"], hf["model_type"])

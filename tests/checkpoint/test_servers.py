@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from datetime import date
 
 import pytest
 import server_classes
@@ -23,6 +24,8 @@ NO_CLASS = {
     ("mlx-lm", "mellum-moe-hybrid"),
     ("mlx-lm", "olmo3-hybrid"),  # full layers that keep the RoPE of windowed ones
     ("mlx-lm", "mistral-window"),
+    ("sglang-jax", "llama-yarn"),
+    ("sglang-jax", "llama3-rope"),
     ("mlx-lm", "laguna-channels"),  # a gate for each channel
     ("sglang", "granitemoe-swa-hybrid"),  # heads that do not divide the hidden channels
 }
@@ -212,7 +215,7 @@ def test_the_verb_says_how_to_start_the_server(tmp_path):
     assert f"Start it with: vllm serve {tmp_path / 'a'} {sizes}\n" in said
     assert "at 40 batched tokens (--batched-tokens), a prompt of 640 takes 16 steps" in said
     assert "are for a server" in fails("export", checkpoint, tmp_path / "b", "--batched-tokens", 64)
-    assert "known: transformers, vllm, vllm-plugin, tpu-inference, sglang, mlx-lm" in fails(
+    assert f"known: {', '.join(TARGETS)}" in fails(
         "export", checkpoint, tmp_path / "b", "--no-canary", "--for", "ollama"
     )
     assert not (tmp_path / "b").exists()
@@ -220,6 +223,23 @@ def test_the_verb_says_how_to_start_the_server(tmp_path):
         "export", checkpoint, tmp_path / "c", "--no-canary", "--for", "tpu-inference"
     )
     assert "--as-full needs --for" in fails("export", checkpoint, tmp_path / "d", "--no-canary", "--as-full")
+
+
+def test_the_servers_are_listed_with_their_versions(tmp_path):
+    """By every verb that has `--for`, whatever else is missing."""
+    listed = run("export", "--for", "help")
+    assert listed == run("adapt", "--for", "help") == run("select", "nll", "--for", "help")
+    assert [line.split()[0] for line in listed.splitlines()] == ["--for", *TARGETS]
+    for name, server in SERVERS.items():
+        assert [name, server.version, str(date.fromisoformat(server.released))] in map(str.split, listed.splitlines())
+
+
+def test_a_window_of_one_key_is_refused_where_a_kernel_takes_it_for_none():
+    hf = hf_of("olmo3-hybrid")
+    own = hf_pattern(hf)
+    with pytest.raises(ConfigError, match=r"sglang .* cannot run this pattern: windows of the query's own key alone"):
+        served_config("sglang", hf, dataclasses.replace(own, sliding_window=1))
+    assert find_served("sglang", hf, dataclasses.replace(own, sliding_window=2)) is not None
 
 
 def test_full_attention_is_written_only_where_it_is_asked_for(tmp_path):

@@ -124,7 +124,8 @@ def test_the_site_builds_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "sphinx", *options, str(ROOT / "docs"), str(tmp_path)]
     built = subprocess.run(command, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr[-3000:]
-    for name, made in {"api": "routed_attention", "commands": "--kv-budget", "training-keys": "warmup_steps"}.items():
+    made_of = {"api": "routed_attention", "commands": "--kv-budget", "training-keys": "warmup_steps"}
+    for name, made in {**made_of, "servers": "sglang-jax"}.items():
         assert made in (tmp_path / f"{name}.html").read_text()
 
 
@@ -136,6 +137,8 @@ def test_references_have_every_command_and_key(monkeypatch):
     for title in ("## swa-jax\n", "### swa-jax adapt\n", "#### swa-jax evaluate needles\n", "#### swa-jax select kl\n"):
         assert title in page
     assert "| `--length N` | Tokens, the answer included. | `1024` |" in page
+    assert "| `sglang` | `l4` | 4096 | 2 | 1 |" in reference.servers()
+    assert "| mimo_v2_flash | its class reads hybrid_layer_pattern" in reference.servers()
     keys = reference.training_keys()
     assert "\n## stages[].data[]\n" in keys
     assert "| `batch_size` | whole number | must be given | rows a step" in keys

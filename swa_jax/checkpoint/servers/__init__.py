@@ -67,17 +67,20 @@ class Served:
 
 
 # A server is one file with a `SERVER`; its name here makes it known.
-_FILES = {
-    "vllm": "vllm",
-    "vllm-plugin": "vllm_plugin",
-    "tpu-inference": "tpu_inference",
-    "sglang": "sglang",
-    "mlx-lm": "mlx_lm",
-    "llama.cpp": "llama_cpp",
+_FILES = "vllm vllm_plugin tpu_inference sglang sglang_jax mlx_lm llama_cpp"
+SERVERS: dict[str, Server] = {
+    "llama.cpp" if name == "llama_cpp" else name.replace("_", "-"): import_module(f"{__name__}.{name}").SERVER
+    for name in _FILES.split()
 }
-SERVERS: dict[str, Server] = {name: import_module(f"{__name__}.{file}").SERVER for name, file in _FILES.items()}
 TARGETS = ("transformers", *SERVERS)
 _POOL_KEYS = ("is_hybrid_swa", "hybrid_layer_pattern")  # of SGLang
+
+
+def list_targets() -> str:
+    """The servers, with the version of each that was read and the day it came out, as a table for a terminal."""
+    rows = [("--for", "version", "released"), ("transformers", "", "")]
+    rows += [(name, server.version, server.released) for name, server in SERVERS.items()]
+    return "\n".join(f"{name:14}{version:19}{day}".rstrip() for name, version, day in rows)
 
 
 def check_target(server: str | None) -> None:
@@ -187,7 +190,6 @@ def _written_for(
         out = {**fully(hf), "layer_types": list(pattern.layer_types), "sliding_window": pattern.sliding_window}
     if out is None:
         return None
-    out = {key: value for key, value in out.items() if key not in _POOL_KEYS}  # another export may have left them
     if WINDOW in pattern.layer_types:
         out["sliding_window"] -= runs.surplus
         if runs.pooled:

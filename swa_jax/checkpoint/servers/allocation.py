@@ -4,9 +4,9 @@ vLLM sorts the layers into groups of one kind and of equal size, so that a block
 size is that of the rarer kind, or of the other kind where that has fewer than 1.5 times as many layers; a group that is
 not full is paid for as if it were (`kv_cache_planning.py` of vLLM 0.33.0).
 
-SGLang has a pool for full layers and one for windowed layers, whose sizes stand in one proportion, so that a sequence
-takes what the larger of its two parts asks for (`pool_configurator.py` of SGLang 0.5.23). An export's command sets the
-proportion to what a sequence holds. Where every layer has a window, a sequence is admitted when all of it would fit.
+SGLang and sglang-jax have a pool for full layers and one for windowed layers, whose sizes stand in one proportion, so
+that a sequence takes what the larger of its two parts asks for. An export's command sets the proportion to what a
+sequence holds. Where every layer has a window, a sequence is admitted when all of it would fit.
 
 MLX-LM gives every windowed layer a ring of its own. Between two parts of a prompt every ring still has the last part.
 
@@ -16,12 +16,12 @@ and the part of a prompt that is computed, both in blocks of 256 (`llama-kv-cach
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 WASTE = 1.15  # times what the layers need: from here on a grouping is worth a warning
-_SGLANG_EVICTS = 128  # tokens that have left the window before they are freed: `SGLANG_SWA_EVICTION_INTERVAL`
 
 
 class Blocks(NamedTuple):
@@ -96,29 +96,29 @@ def better_grouping(full: int, windowed: int, window: int, length: int, blocks: 
 # ---- two pools ----
 
 
-def pooled_ratio(window: int, length: int, blocks: Blocks) -> float:
-    """The tokens that SGLang's windowed layers hold of a sequence of `length` tokens, a share of all its tokens.
+@dataclasses.dataclass(frozen=True)
+class Pools:
+    """The two pools of a server, where `held` gives the tokens that windowed layers hold of a long sequence."""
 
-    `compute_swa_request_cap`: the window before the query, what is not freed yet, three pages, and the batches.
-    """
-    return ceil_share(min(window - 1 + _SGLANG_EVICTS + 3 * blocks.tokens + blocks.in_flight, length) / length)
+    held: Callable[[int, Blocks], int]
 
+    def ratio(self, window: int, length: int, blocks: Blocks) -> float:
+        """What windowed layers hold of a sequence of `length` tokens, a share of all its tokens."""
+        return ceil_share(min(self.held(window, blocks), length) / length)
 
-def pooled_entries(
-    full: int, windowed: int, window: int | None, length: int, blocks: Blocks, sink_tokens: int = 0
-) -> int:
-    """What SGLang's two pools grant a sequence of `length` tokens."""
-    if not full or not windowed:
-        return length * (full + windowed)
-    return length * full + math.ceil(length * pooled_ratio(window or 0, length, blocks)) * windowed
+    def __call__(
+        self, full: int, windowed: int, window: int | None, length: int, blocks: Blocks, sink_tokens: int
+    ) -> int:
+        """The entries of a sequence of `length` tokens."""
+        if not full or not windowed:
+            return length * (full + windowed)
+        return length * full + math.ceil(length * self.ratio(window or 0, length, blocks)) * windowed
 
 
 # ---- rings ----
 
 
-def ring_entries(
-    full: int, windowed: int, window: int | None, length: int, blocks: Blocks, sink_tokens: int = 0
-) -> int:
+def ring_entries(full: int, windowed: int, window: int | None, length: int, blocks: Blocks, sink_tokens: int) -> int:
     """What MLX-LM's caches take of a sequence of `length` tokens."""
     whole = -(-length // blocks.tokens) * blocks.tokens
     return whole * full + min((window or 0) - 1 + blocks.in_flight, whole) * windowed

@@ -137,6 +137,7 @@ class Server:
 
     Attributes:
       title: its name in a sentence.
+      package: the distribution whose version is meant.
       version, released: the version that was read, and the day it came out.
       command: starts it; "{folder}" stands for the export.
       sizes: what the command says of {length}, {batched} tokens and the {ratio} of two pools.
@@ -149,6 +150,7 @@ class Server:
     """
 
     title: str
+    package: str
     version: str
     released: str
     command: str

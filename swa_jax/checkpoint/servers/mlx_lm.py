@@ -76,6 +76,7 @@ _NO_CLASS = {
 }
 SERVER = Server(
     "MLX-LM",
+    "mlx-lm",
     "0.32.2",
     "2026-10-16",
     "mlx_lm.server --model {folder}",

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from swa_jax.checkpoint.servers.allocation import pooled_entries
+from swa_jax.checkpoint.families import inexpressible
+from swa_jax.checkpoint.servers.allocation import Blocks, Pools
 from swa_jax.checkpoint.servers.common import (
     Cache,
     Device,
@@ -16,6 +17,8 @@ from swa_jax.checkpoint.servers.common import (
     untied,
 )
 from swa_jax.model.config import ModelConfig
+from swa_jax.model.layer_types import WINDOW
+from swa_jax.model.pattern import AttentionPattern
 
 
 def _as_granitemoe(config: ModelConfig) -> bool:
@@ -36,7 +39,7 @@ _BY_TRANSFORMERS = ServerClass(
     keys={"architectures": ["TransformersForCausalLM"]},
     pooled=True,
 )
-_NO_POOL = "--disable-hybrid-swa-memory"
+NO_POOL = "--disable-hybrid-swa-memory"
 _CLASSES = {
     "llama": native("LlamaForCausalLM", Reads.NEVER),
     "mistral": native("MistralForCausalLM", Reads.NEVER),
@@ -47,11 +50,11 @@ _CLASSES = {
         dataclasses.replace(_BY_TRANSFORMERS, only=lambda config: config.tie_word_embeddings),
     ),
     "qwen3_moe": native("Qwen3MoeForCausalLM", Reads.NEVER, only=untied),
-    "mellum": native("MellumForCausalLM", only=untied, full_flags=_NO_POOL),
+    "mellum": native("MellumForCausalLM", only=untied, full_flags=NO_POOL),
     "gemma2": native("Gemma2ForCausalLM", Reads.EVEN, frees=False),
     "gemma3_text": native("Gemma3ForCausalLM", frees=False),
     "granite": native("GraniteForCausalLM", Reads.NEVER, only=unbiased),
-    "granite_swa": native("GraniteSWAForCausalLM", only=unbiased, full_flags=_NO_POOL),
+    "granite_swa": native("GraniteSWAForCausalLM", only=unbiased, full_flags=NO_POOL),
     "phi3": native("Phi3ForCausalLM", Reads.NEVER),
     "cohere": native("CohereForCausalLM", Reads.NEVER),
     "cohere2": native("Cohere2ForCausalLM", surplus=1, pooled=True),
@@ -61,9 +64,9 @@ _CLASSES = {
     "apertus": native("ApertusForCausalLM", Reads.NEVER),
     "mixtral": native("MixtralForCausalLM", Reads.NEVER, only=untied),
     "afmoe": native("AfmoeForCausalLM", only=as_afmoe, pooled=True),
-    "granitemoe_swa": native("GraniteMoeSWAForCausalLM", only=_as_granitemoe, full_flags=_NO_POOL),
-    "laguna": native("LagunaForCausalLM", full_flags=_NO_POOL),
-    "gpt_oss": native("GptOssForCausalLM", only=untied, full_flags=_NO_POOL),
+    "granitemoe_swa": native("GraniteMoeSWAForCausalLM", only=_as_granitemoe, full_flags=NO_POOL),
+    "laguna": native("LagunaForCausalLM", full_flags=NO_POOL),
+    "gpt_oss": native("GptOssForCausalLM", only=untied, full_flags=NO_POOL),
 }
 # EXAONE 4's own class reads another form of `sliding_window_pattern`, by which it rotates, too.
 _CLASSES |= dict.fromkeys(("exaone4", "smollm3", "ministral", "cwm", "seed_oss"), (_BY_TRANSFORMERS,))
@@ -75,17 +78,37 @@ _NO_CLASS = {
     "cohere2_moe": "its class reads first_k_dense_replace, which transformers does not write",
     "mimo_v2_flash": "its class reads hybrid_layer_pattern and swa_ keys, which transformers does not write",
 }
+
+
+def _lacks(pattern: AttentionPattern) -> str | None:
+    """It counts the keys before the query's own, and some of its kernels take 0 of them for no window."""
+    if pattern.sliding_window == 1 and WINDOW in pattern.layer_types:
+        return "windows of the query's own key alone"
+    return inexpressible(pattern)
+
+
+POOLS = "two pools of one proportion"
+SIZES = "--context-length {length} --chunked-prefill-size {batched} --swa-full-tokens-ratio {ratio:g}"
+_EVICTS = 128  # tokens that have left the window before they are freed: `SGLANG_SWA_EVICTION_INTERVAL`
+
+
+def _held(window: int, blocks: Blocks) -> int:
+    """The window before the query, what is not freed yet, three pages, and the batches (`compute_swa_request_cap`)."""
+    return window - 1 + _EVICTS + 3 * blocks.tokens + blocks.in_flight
+
+
 # `memory_hook.py`
 SERVER = Server(
     "SGLang",
+    "sglang",
     "0.5.23",
     "2026-10-30",
     "python -m sglang.launch_server --model-path {folder}",
-    "--context-length {length} --chunked-prefill-size {batched} --swa-full-tokens-ratio {ratio:g}",
+    SIZES,
     _CLASSES,
     Cache(
-        "two pools of one proportion",
-        pooled_entries,
+        POOLS,
+        Pools(_held),
         {
             **dict.fromkeys(("h100", "h200", "a100", "gb10"), Device(8192, block_tokens=1)),
             **dict.fromkeys(("l4", "l40s"), Device(4096, block_tokens=1)),
@@ -96,4 +119,5 @@ SERVER = Server(
     ),
     no_class=_NO_CLASS,
     port=30000,
+    lacks=_lacks,
 )

@@ -23,6 +23,7 @@ def _power_of_two(number: int) -> int:
 
 SERVER = Server(
     "tpu-inference",
+    "tpu-inference",
     "0.32.0",
     "2026-10-22",
     "vllm serve {folder}",
@@ -31,7 +32,8 @@ SERVER = Server(
     Cache(
         GROUPS,
         grouped_entries,
-        {"v6e": Device(1024), "v5e": Device(512), "v5p": Device(256), "v7x": Device(2048)},
+        # vLLM has numbers for "V6E", "V5E" and "V5P", but this platform calls them "TPU V6E" and so on.
+        dict.fromkeys(("v6e", "v5e", "v5p", "v7x"), Device(2048)),
         pages=_page,
         head_dim_unit=128,
     ),

@@ -1,7 +1,7 @@
 """vLLM: its own classes, and those of transformers that it runs where it has none."""
 
 from swa_jax.checkpoint.servers.allocation import grouped_entries
-from swa_jax.checkpoint.servers.common import Cache, Device, Reads, Server, native
+from swa_jax.checkpoint.servers.common import Cache, Device, Reads, Server, as_afmoe, native
 
 # Qwen 2 is Llama with biases for q, k and v alone, and vLLM's Llama reads both `qkv_bias` and `layer_types`. A model
 # that came as a Seed-OSS says `attention_bias`, which is that of all four there.
@@ -40,7 +40,12 @@ BY_TRANSFORMERS = {
     "mellum": native("TransformersMoEForCausalLM"),
 }
 EXPERTS = {
-    "afmoe": native("AfmoeForCausalLM"),
+    # transformers' class always routes so, and has no keys for it.
+    "afmoe": native(
+        "AfmoeForCausalLM",
+        keys={"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
+        only=as_afmoe,
+    ),
     "cohere2_moe": native("Cohere2MoeForCausalLM", surplus=1),
     "exaone_moe": native("ExaoneMoeForCausalLM"),
     "granitemoe_swa": native("GraniteMoeSharedForCausalLM"),
@@ -58,6 +63,7 @@ SIZES = "--max-model-len {length} --max-num-batched-tokens {batched}"
 CPU = Device(2048, batches=1, block_tokens=128)
 SERVER = Server(
     "vLLM",
+    "vllm",
     "0.33.0",
     "2026-11-02",
     "vllm serve {folder}",

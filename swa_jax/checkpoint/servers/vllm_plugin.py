@@ -18,6 +18,7 @@ _FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
 _OTHERS = "the plug-in has classes for Llama, Mistral, Qwen2, Qwen3 and Gemma 3 alone"
 SERVER = Server(
     "vLLM with swa-jax-vllm",
+    "vllm",
     "0.32.0",
     "2026-10-18",
     "vllm serve {folder}",
