@@ -78,7 +78,8 @@ def _described(config: ModelConfig, pattern: AttentionPattern) -> Described | No
 
 SERVER = Server(
     "llama.cpp",
-    "b11549",
+    "xllamacpp",
+    "2026.10.11549",  # the last number is llama.cpp's build
     "2026-10-10",
     "llama-server --model {folder}/model.gguf --parallel 1",
     "--ctx-size {length} --ubatch-size {batched}",
