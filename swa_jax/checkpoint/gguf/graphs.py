@@ -56,7 +56,11 @@ def describe(config: ModelConfig, pattern: AttentionPattern) -> Described | None
     """A model with a pattern as the first architecture has it that can; None if none can."""
     windowed = WINDOW in pattern.layer_types
     for graph in GRAPHS:
-        if windowed in graph.windowed and graph.only(config) and (found := _described(graph, config, pattern)) is not None:
+        if (
+            windowed in graph.windowed
+            and graph.only(config)
+            and (found := _described(graph, config, pattern)) is not None
+        ):
             return found
     return None
 
@@ -81,7 +85,9 @@ def _described(graph: Graph, config: ModelConfig, pattern: AttentionPattern) -> 
         return None
     own = {name: tensor for name, tensor in tensors.items() if name not in factors}
     places = find_places(config, own, known.ARCHITECTURES[graph.architecture].permuted, FILE)
-    return Described(graph.architecture, config, hf, metadata, tensors, tied != config.tie_word_embeddings, factors, places)
+    return Described(
+        graph.architecture, config, hf, metadata, tensors, tied != config.tie_word_embeddings, factors, places
+    )
 
 
 def _says(hf: HfKeys, config: ModelConfig, pattern: AttentionPattern) -> bool:

@@ -19,7 +19,7 @@ from swa_jax.checkpoint.companions import TOKENIZER
 from swa_jax.checkpoint.gguf.header import Header
 from swa_jax.checkpoint.gguf.hyperparameters import Metadata
 from swa_jax.checkpoint.gguf.pretokenizers import RULES
-from swa_jax.checkpoint.gguf.tokenizer import NONE, PREFIX, ROLES, SPACE, tokenizer_files, word_splitter
+from swa_jax.checkpoint.gguf.tokenizer import PREFIX, ROLES, SPACE, tokenizer_files, word_splitter
 from swa_jax.data.chat import TEMPLATE_FILE
 from swa_jax.data.special_tokens import SETTINGS, named_tokens
 from swa_jax.data.tokenizer import read_tokenizer
@@ -27,8 +27,8 @@ from swa_jax.data.tokenizer import read_tokenizer
 # Contractions, digits, capitals, accents composed and not, other scripts, signs, and spaces of all kinds.
 PROBE = (
     "Hello, World! It's we'LL DON'T isn't 1 12 123 1234 12345.67 x_1=3e-5; camelCaseWORDSand ÄÖÜ café e\u0301a "
-    "naïve résumé 你好,世界。 こんにちは 한국어 Привет, мир! שלום العربية हिन्दी ไทย ~~~ ??? .,;: (a)[b]{c} <tag/> #$%&*+ "
-    "\U0001f600\U0001f680 a\u00a0b\n\n  indented\n\tTab\t\tTabs\r\nend  of   line    \n \n\n   last 'quoted' word \n"
+    "naïve résumé 你好,世界。 こんにちは 한국어 Привет, мир! שלום العربية हिन्दी ไทย ~~~ ??? .,;: (a)[b]{c} <tag/> "
+    "#$%&*+ \U0001f600\U0001f680 a\u00a0b\n\n  indented\n\tTab\t\tTabs\r\nend  of   line    \n \n\n   last 'quoted' word \n"
 )
 
 _MODEL = {"general.architecture": "llama", "llama.block_count": 1}  # any, to read a tokenizer from
@@ -64,7 +64,9 @@ def tokenizer_keys(files: Mapping[str, bytes], folder: object, vocab_size: int) 
         ranks = dict[str, int]()
         for rank, pair in enumerate(pairs):
             ranks.setdefault("".join(pair), rank)
-        own_words = (rank for text, rank in ranks.items() if text.strip(SPACE) and backend.token_to_id(text) not in added)
+        own_words = (
+            rank for text, rank in ranks.items() if text.strip(SPACE) and backend.token_to_id(text) not in added
+        )
         first = min(own_words, default=0)
         spaces = {i for i, text in enumerate(texts) if not text.strip(SPACE) and ranks.get(text, first) < first}
         keys["token_type"][list(spaces)] = TokenType.USER_DEFINED  # Gemma's, before all that was learned
@@ -120,6 +122,8 @@ def _rule(backend: tokenizers.Tokenizer, whole_words: bool) -> str:
     composed = brought != PROBE
     words = backend.pre_tokenizer.pre_tokenize_str(brought) if backend.pre_tokenizer else None
     for name, rule in RULES.items():
-        if (rule.whole_words, rule.nfc) == (whole_words, composed) and word_splitter(rule).pre_tokenize_str(brought) == words:
+        if (rule.whole_words, rule.nfc) == (whole_words, composed) and word_splitter(rule).pre_tokenize_str(
+            brought
+        ) == words:
             return name
     return next(iter(RULES))

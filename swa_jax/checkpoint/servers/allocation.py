@@ -131,5 +131,7 @@ def cell_entries(
     full: int, windowed: int, window: int | None, length: int, blocks: Blocks, sink_tokens: int = 0
 ) -> int:
     """What llama.cpp's caches take of a sequence of `length` tokens."""
-    whole, short = (-(-tokens // blocks.tokens) * blocks.tokens for tokens in (length, (window or 0) + blocks.in_flight))
+    whole, short = (
+        -(-tokens // blocks.tokens) * blocks.tokens for tokens in (length, (window or 0) + blocks.in_flight)
+    )
     return whole * full + min(short, whole) * windowed

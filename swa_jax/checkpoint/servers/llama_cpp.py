@@ -49,7 +49,7 @@ def _many_layers(config: ModelConfig) -> bool:
 _SINKS, _UNTIED = {"sink_logits": True}, {"tie_word_embeddings": False}
 _FULL, _SOME, _BOTH = (False,), (True,), (False, True)
 GRAPHS = (
-    *(Graph(name, name, _FULL) for name in ("llama", "qwen2", "qwen3", "granite", "smollm3", "seed_oss")),
+    *(Graph(name, name, _FULL) for name in ("llama", "qwen2", "qwen3", "granite", "smollm3")),
     Graph("qwen3moe", "qwen3_moe", _FULL, only=_all_sparse),
     Graph("gemma2", "gemma2", _SOME),
     Graph("gemma3", "gemma3_text", _BOTH),
@@ -66,7 +66,9 @@ GRAPHS = (
     Graph("granite_swa", "granite_swa", _SOME, _SINKS | {"attention_out_bias": True}),
     Graph("step35", "qwen3", _SOME, _UNTIED, _one_rope),
 )
-_UNWRITTEN = "no GGUF file of it is written here; llama.cpp's convert_hf_to_gguf.py converts the model it was imported from"
+_UNWRITTEN = (
+    "no GGUF file of it is written here; llama.cpp's convert_hf_to_gguf.py converts the model it was imported from"
+)
 _NO_WINDOWS = "its architecture there knows no windows by layer, and no other computes the same"
 
 

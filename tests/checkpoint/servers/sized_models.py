@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from golden_models import GOLDEN
@@ -39,12 +40,14 @@ def _longer(factors: list[float], channels: int) -> list[float]:
     return np.interp(np.linspace(0, 1, channels), np.linspace(0, 1, len(factors)), factors).round(3).tolist()
 
 
-def write_model(case: str, folder: Path, layers: int | None = None) -> Path:
+def write_model(case: str, folder: Path, layers: int | None = None, **changes: Any) -> Path:
     """A golden model at `SIZES`, its tensors drawn so that products have the golden ones' size, as a folder.
 
-    `layers`: another number of them, like the golden ones in turn.
+    Args:
+      layers: another number of them, like the golden ones in turn.
+      changes: keys of `config.json`.
     """
-    hf = read_json(GOLDEN / case / "config.json")
+    hf = read_json(GOLDEN / case / "config.json") | changes
     hf |= SIZES | {key: value for key, value in EXPERTS.items() if key in hf}
     own = hf["num_hidden_layers"]
     hf["num_hidden_layers"] = layers or own
