@@ -38,10 +38,11 @@ def run(
         params.model.path = f"{folder}/model.gguf"
         params.n_ctx, params.n_ubatch, params.n_parallel, params.fit_params = length, batched_tokens, 1, False
         params.warmup, params.verbosity = False, 5
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         server = xllamacpp.Server(params)
-        wanted = {"max_tokens": new_tokens, "temperature": 0, "logprobs": words, "ignore_eos": True}
+        wanted = {"max_tokens": new_tokens, "temperature": 0, "logprobs": words}
         answers = [server.handle_completions({"prompt": prompt, **wanted}) for prompt in prompts]
         cells = re.findall(r"\( *(\d+) cells, +(\d+) layers", log.read())
     found = [answer["choices"][0]["logprobs"]["content"] for answer in answers]

@@ -71,10 +71,11 @@ def llama_engine(tmp_path_factory):
 
 
 def write_tokenizer(folder) -> None:
-    """One token for each of so many bytes, and one of two."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[: WORDS - 1]
-    vocab = {text: i for i, text in enumerate([*letters, letters[0] + letters[1]])}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[(letters[0], letters[1])]))
+    """Tokens of one sign and of two; the server keeps back what is no whole letter, and its log-probabilities."""
+    signs = [chr(code) for code in range(33, 127)]
+    pairs = [(signs[0], sign) for sign in signs[: WORDS - len(signs)]]
+    vocab = {text: i for i, text in enumerate([*signs, *map("".join, pairs)])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.save(str(folder / "tokenizer.json"))
