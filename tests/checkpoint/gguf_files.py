@@ -34,7 +34,6 @@ WITHOUT_WINDOWS = ("llama", "qwen2", "qwen3", "qwen3moe", "smollm3", "mistral3",
 FIXED = {
     "gemma2-hybrid": {"query_pre_attn_scalar": 16},
     "gemma3-hybrid": {"query_pre_attn_scalar": 16},
-    "gpt-oss-hybrid": {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
     "granite-swa-hybrid": {"layer_rope_theta": [10000.0, 10000.0, 0, 10000.0, 0]},
     "qwen3-moe-full": {"norm_topk_prob": True},
     "smollm3-hybrid": {"no_rope_layers": None},

@@ -29,11 +29,8 @@ def write_gguf(file: Path, described: Described, source: Checkpoint, metadata: M
     `metadata` is what the file says besides, such as its tokenizer.
     """
     parts = defaultdict[str, list[str]](list)  # our tensors by the file's tensor that they are in, from its first row
-    names = {id(tensor): name for name, tensor in described.tensors.items()}
     for ours, place in sorted(described.places.items(), key=lambda item: item[1].first):
-        for tensor in (place.tensor, place.between):
-            if tensor is not None:
-                parts[names[id(tensor)]].append(ours)
+        parts[place.name].append(ours)
 
     def read(name: str) -> np.ndarray:
         if name not in source.tensors and name != HEAD:
@@ -49,7 +46,7 @@ def write_gguf(file: Path, described: Described, source: Checkpoint, metadata: M
     def array(name: str) -> np.ndarray:
         if name in described.factors:
             return described.factors[name]
-        found = [_in_file_order(described.places[ours], read(ours), name) for ours in parts[name]]
+        found = [_in_file_order(described.places[ours], read(ours)) for ours in parts[name]]
         return np.ascontiguousarray(np.concatenate(found).reshape(described.tensors[name].shape), dtype(name))
 
     writer = GGUFWriter(file, described.architecture)
@@ -69,13 +66,11 @@ def write_gguf(file: Path, described: Described, source: Checkpoint, metadata: M
     writer.close()
 
 
-def _in_file_order(place: TensorPlace, array: np.ndarray, name: str) -> np.ndarray:
-    """A tensor of ours as rows of the file's tensor `name`: the inverse of `weights.read_place`."""
+def _in_file_order(place: TensorPlace, array: np.ndarray) -> np.ndarray:
+    """A tensor of ours as the file has it: the inverse of `weights.read_place`, but for gpt-oss's experts."""
     if place.offset:
         array = array.astype(F32) - np.float32(place.offset)
     if place.heads:
         halves = array.reshape(place.heads, 2, -1, *array.shape[1:])
         return halves.swapaxes(1, 2).reshape(array.shape)
-    if place.between is not None:
-        array = array[..., int(name != place.name) :: 2]
-    return array.swapaxes(1, 2) if place.transposed else array
+    return array

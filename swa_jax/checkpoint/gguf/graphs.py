@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from gguf.constants import MODEL_TENSOR as T
 from gguf.constants import GGMLQuantizationType
 
 from swa_jax.base.errors import CheckpointError, ConfigError
@@ -73,7 +72,7 @@ def _described(graph: Graph, config: ModelConfig, pattern: AttentionPattern) -> 
     if not _says(hf, config, pattern):
         return None
     factors = _factors(config)
-    tensors = {name: _header(array.shape) for name, array in factors.items()} | _tensors(graph.architecture, config)
+    tensors = {name: _header(array.shape) for name, array in factors.items()} | _tensors(config)
     metadata = _metadata(graph.architecture, config, hf, pattern)
     read = known.Metadata(Header(metadata, tensors), FILE)
     try:
@@ -160,20 +159,11 @@ def _factors(config: ModelConfig) -> dict[str, np.ndarray]:
 # ---- tensors ----
 
 
-def _tensors(architecture: str, config: ModelConfig) -> dict[str, GgufTensor]:
-    """The tensors of a model in f32; matrices may be narrower (`narrow`)."""
+def _tensors(config: ModelConfig) -> dict[str, GgufTensor]:
+    """The tensors of a model in f32; matrices may be narrower. Experts of a layer are one."""
     found: dict[str, GgufTensor] = {}
     for row in hf_parameters(config):
-        module = module_of(row)
-        kinds = NAMES[module]
-        if architecture == "gpt-oss" and module == "post_attention_norm":
-            kinds = (T.ATTN_POST_NORM,)
         for ours in tensors_of(row):
             shape = ours.shape if len(ours.place) < 2 else (config.num_experts, *ours.shape)
-            if config.fused_experts and module in ("experts.gate_up_proj", "experts.down_proj"):
-                shape = (shape[0], *shape[:0:-1])  # the matrix of each expert is the other way round
-            if module == "experts.gate_up_proj":
-                kinds, shape = (T.FFN_GATE_EXP, T.FFN_UP_EXP), (shape[0], shape[1] // 2, *shape[2:])
-            for kind in kinds if module == "experts.gate_up_proj" else kinds[:1]:
-                found[stored_name(kind, row, ours)] = _header(shape)
+            found[stored_name(NAMES[module_of(row)][0], row, ours)] = _header(shape)
     return found

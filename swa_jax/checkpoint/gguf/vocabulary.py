@@ -28,7 +28,7 @@ from swa_jax.data.tokenizer import read_tokenizer
 PROBE = (
     "Hello, World! It's we'LL DON'T isn't 1 12 123 1234 12345.67 x_1=3e-5; camelCaseWORDSand ÄÖÜ café e\u0301a "
     "naïve résumé 你好,世界。 こんにちは 한국어 Привет, мир! שלום العربية हिन्दी ไทย ~~~ ??? .,;: (a)[b]{c} <tag/> "
-    "#$%&*+ \U0001f600\U0001f680 a\u00a0b\n\n  indented\n\tTab\t\tTabs\r\nend  of   line    \n \n\n   last 'quoted' word \n"
+    "#$%&*+ \U0001f600\U0001f680 a\u00a0b\n\n  indented\n\tTab\t\tTabs\r\nend  of   line    \n \n\n   last 'word' \n"
 )
 
 _MODEL = {"general.architecture": "llama", "llama.block_count": 1}  # any, to read a tokenizer from

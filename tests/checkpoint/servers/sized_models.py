@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from golden_models import GOLDEN
-from safetensors.numpy import load_file, save_file
+from golden_models import GOLDEN, tensors_of
+from safetensors.numpy import save_file
 
 from swa_jax.base.files import read_json, write_json
 from swa_jax.checkpoint.families import model_config
@@ -61,7 +61,7 @@ def write_model(case: str, folder: Path, layers: int | None = None, **changes: A
         hf["num_attention_heads_per_layer"] = [SIZES["num_attention_heads"]] * hf["num_hidden_layers"]
     for heads in hf.get("per_layer_config", {}).values():
         heads["head_dim"] = 2 * SIZES["head_dim"]
-    golden = load_file(GOLDEN / case / "model.safetensors")
+    golden = tensors_of(case)
     rng = np.random.default_rng(0)
     tensors = {}
     for name, shape in hf_tensors(model_config(hf)).items():
