@@ -20,7 +20,7 @@ from swa_jax.checkpoint.gguf.graphs import FILE
 from swa_jax.checkpoint.gguf.vocabulary import tokenizer_keys
 from swa_jax.checkpoint.safetensors_files import Parts, TensorTable, write_model
 from swa_jax.checkpoint.served_cache import Memory
-from swa_jax.checkpoint.servers import served_config
+from swa_jax.checkpoint.servers import SERVERS, served_config
 from swa_jax.checkpoint.tensor_names import constants_of, hf_tensors, join_tensors, joined_parts
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.parameters import EMBEDDING
@@ -104,6 +104,12 @@ def export_model(
     for note in notes:
         describe(note)
     return destination
+
+
+def check_tokenizer(server: str, folder: Path, vocab_size: int) -> None:
+    """Raise `ConfigError` where a server's own file cannot hold the tokenizer of a checkpoint folder."""
+    if server in SERVERS and SERVERS[server].describes is not None:
+        tokenizer_keys(read_companions(folder), folder, vocab_size)
 
 
 def _exported(source: Checkpoint, written: ModelConfig) -> tuple[TensorTable, Callable[[list[str]], Parts]]:

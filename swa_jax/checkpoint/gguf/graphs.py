@@ -137,7 +137,7 @@ def _metadata(architecture: str, config: ModelConfig, hf: HfKeys, pattern: Atten
 
 
 def _rope(config: ModelConfig) -> dict[str, Any]:
-    values = {"rope.dimension_count": config.rotary_dim, "rope.freq_base": config.rope_theta}
+    values: dict[str, Any] = {"rope.dimension_count": config.rotary_dim, "rope.freq_base": config.rope_theta}
     scaling = config.rope_scaling
     if scaling is not None and scaling.rope_type in ("linear", "yarn"):
         values |= {"rope.scaling.type": scaling.rope_type, "rope.scaling.factor": scaling.factor}

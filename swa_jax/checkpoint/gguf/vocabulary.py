@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tokenizers
-from gguf.constants import TokenType
+from gguf.constants import GGMLQuantizationType, TokenType
 
 from swa_jax.base.errors import CheckpointError, ConfigError
 from swa_jax.base.files import parse_json
 from swa_jax.checkpoint.companions import TOKENIZER
-from swa_jax.checkpoint.gguf.header import Header
+from swa_jax.checkpoint.gguf.header import GgufTensor, Header
 from swa_jax.checkpoint.gguf.hyperparameters import Metadata
 from swa_jax.checkpoint.gguf.pretokenizers import RULES
 from swa_jax.checkpoint.gguf.tokenizer import PREFIX, ROLES, SPACE, tokenizer_files, word_splitter
@@ -31,7 +32,9 @@ PROBE = (
     "#$%&*+ \U0001f600\U0001f680 a\u00a0b\n\n  indented\n\tTab\t\tTabs\r\nend  of   line    \n \n\n   last 'word' \n"
 )
 
-_MODEL = {"general.architecture": "llama", "llama.block_count": 1}  # any, to read a tokenizer from
+# Any model, to read a tokenizer from.
+_MODEL = {"general.architecture": "llama", "llama.block_count": 1}
+_ANY = GgufTensor(Path(), GGMLQuantizationType.F32, (1,), 0)
 
 
 def tokenizer_keys(files: Mapping[str, bytes], folder: object, vocab_size: int) -> dict[str, Any]:
@@ -85,7 +88,7 @@ def tokenizer_keys(files: Mapping[str, bytes], folder: object, vocab_size: int) 
     if isinstance(template, str):
         written["tokenizer.chat_template"] = template
     try:
-        read, _ = tokenizer_files(Metadata(Header(_MODEL | written, dict.fromkeys(_MODEL)), folder))
+        read, _ = tokenizer_files(Metadata(Header(_MODEL | written, {"": _ANY}), folder))
         again = tokenizers.Tokenizer.from_buffer(read[TOKENIZER])
         text = PROBE + " a".join(token["content"] for token in added.values() if token["id"] < vocab_size)
         merges = json.loads(again.to_str())["model"]["merges"]
