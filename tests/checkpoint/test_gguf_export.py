@@ -10,6 +10,7 @@ from golden_models import GOLDEN, MODELS, contents, hf_of, tensors_of, write_fol
 from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.families import hf_pattern, model_config
 from swa_jax.checkpoint.folder import open_checkpoint, read_companions
+from swa_jax.checkpoint.gguf.architectures import GRAPHS
 from swa_jax.checkpoint.gguf.export import NO_SINK
 from swa_jax.checkpoint.gguf.export import write_gguf as export_gguf
 from swa_jax.checkpoint.gguf.graphs import describe
@@ -18,7 +19,6 @@ from swa_jax.checkpoint.gguf.vocabulary import tokenizer_keys
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.served_cache import Memory
 from swa_jax.checkpoint.servers import find_served, served_config
-from swa_jax.checkpoint.servers.llama_cpp import GRAPHS
 from swa_jax.model.layer_types import WINDOW
 from swa_jax.model.pattern import AttentionPattern
 

@@ -175,7 +175,7 @@ def test_a_window_that_a_class_counts_otherwise_is_written_one_shorter():
 
 def test_a_refusal_names_who_can(tmp_path):
     hf = hf_of("granite-full")
-    with pytest.raises(ConfigError, match="--for vllm or tpu-inference or llama.cpp runs it"):
+    with pytest.raises(ConfigError, match=r"--for vllm or tpu-inference or llama\.cpp runs it"):
         served_config("transformers", hf, patterns(hf["num_hidden_layers"])["odd"])
     with pytest.raises(ConfigError, match="--for is 'vlm'; did you mean 'vllm'"):
         served_config("vlm", hf, patterns(hf["num_hidden_layers"])["odd"])

@@ -18,10 +18,10 @@ from swa_jax.base.errors import CheckpointError, ConfigError
 from swa_jax.checkpoint.families import FAMILIES, hf_pattern, model_config
 from swa_jax.checkpoint.families.common import HfKeys
 from swa_jax.checkpoint.gguf import hyperparameters as known
+from swa_jax.checkpoint.gguf.architectures import GRAPHS, Graph
 from swa_jax.checkpoint.gguf.header import GgufTensor, Header
 from swa_jax.checkpoint.gguf.rope import FACTORS, rope_keys
 from swa_jax.checkpoint.gguf.weights import NAMES, TensorPlace, find_places, module_of, stored_name
-from swa_jax.checkpoint.servers.llama_cpp import GRAPHS, Graph
 from swa_jax.checkpoint.tensor_names import hf_parameters, tensors_of
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import WINDOW
