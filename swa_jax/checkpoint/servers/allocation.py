@@ -127,9 +127,7 @@ def ring_entries(full: int, windowed: int, window: int | None, length: int, bloc
 # ---- cells ----
 
 
-def cell_entries(
-    full: int, windowed: int, window: int | None, length: int, blocks: Blocks, sink_tokens: int = 0
-) -> int:
+def cell_entries(full: int, windowed: int, window: int | None, length: int, blocks: Blocks, sink_tokens: int) -> int:
     """What llama.cpp's caches take of a sequence of `length` tokens."""
     whole, short = (
         -(-tokens // blocks.tokens) * blocks.tokens for tokens in (length, (window or 0) + blocks.in_flight)
