@@ -17,6 +17,7 @@ from swa_jax.adapt.tasks import Data, Splits, draw_tasks
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.files import check_local, check_room
 from swa_jax.checkpoint.folder import open_checkpoint
+from swa_jax.checkpoint.hf_export import check_tokenizer
 from swa_jax.checkpoint.named import BUNDLED, model_folder
 from swa_jax.checkpoint.served_cache import Memory
 from swa_jax.checkpoint.servers import runs_single_heads
@@ -189,6 +190,8 @@ def prepare(settings: AdaptOptions) -> Adaptation:
     served = settings.serve_length or length
     counted = (settings.server, settings.batched_tokens, settings.device)
     memory = Memory(source.config, source.hf_config, served, *counted)
+    if settings.server is not None:
+        check_tokenizer(settings.server, source.folder, source.config.vocab_size)
     windows = settings.window or _windows(source, length)
     _check_windows(windows, length)
     space = find_space(memory, settings.kv_budget, windows, settings.unit)

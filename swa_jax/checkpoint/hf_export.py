@@ -15,9 +15,12 @@ from swa_jax.base.files import check_destination, new_folder, write_bytes, write
 from swa_jax.checkpoint.canary import write_canary
 from swa_jax.checkpoint.families import apply_pattern, family_of, model_config
 from swa_jax.checkpoint.folder import CONFIG_FILE, PATTERN_FILE, Checkpoint, open_checkpoint, read_companions
+from swa_jax.checkpoint.gguf.export import write_gguf
+from swa_jax.checkpoint.gguf.graphs import FILE
+from swa_jax.checkpoint.gguf.vocabulary import tokenizer_keys
 from swa_jax.checkpoint.safetensors_files import Parts, TensorTable, write_model
 from swa_jax.checkpoint.served_cache import Memory
-from swa_jax.checkpoint.servers import served_config
+from swa_jax.checkpoint.servers import SERVERS, served_config
 from swa_jax.checkpoint.tensor_names import constants_of, hf_tensors, join_tensors, joined_parts
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.parameters import EMBEDDING
@@ -66,7 +69,7 @@ def export_model(
     if pattern is not None:
         pattern.validate(source.config)
         source = dataclasses.replace(source, pattern=pattern)
-    counted, notes, longest = "", list[str](), None
+    counted, notes, longest, served = "", list[str](), None, None
     if server is None:
         hf, notice = apply_pattern(source.hf_config, source.pattern)
         pattern = source.pattern
@@ -80,14 +83,19 @@ def export_model(
         written = dataclasses.replace(source.config, model_type=served.model_type)
     if not hf.get("architectures"):  # by which servers choose their class; a GGUF file has none
         hf = {**hf, "architectures": [family_of(written).architecture]}
-    tensors, read = _exported(source, written)
     companions = read_companions(source.folder)
+    described = None if served is None else served.file
+    keys = {} if described is None else tokenizer_keys(companions, source.folder, source.config.vocab_size)
     with new_folder(destination) as folder:
-        write_json(folder / CONFIG_FILE, hf)
         source.pattern.to_json(folder / PATTERN_FILE)
-        write_model(folder, tensors, read, shard_bytes=SHARD_BYTES)
-        for name, data in companions.items():
-            write_bytes(folder / name, data)
+        if described is not None:
+            write_gguf(folder / FILE, described, source, keys)
+        else:
+            tensors, read = _exported(source, written)
+            write_json(folder / CONFIG_FILE, hf)
+            write_model(folder, tensors, read, shard_bytes=SHARD_BYTES)
+            for name, data in companions.items():
+                write_bytes(folder / name, data)
         if canary:
             write = functools.partial(write_canary, folder, source.folder, pattern, hf)
             notes.append(write(longest=longest, counted=counted, progress=progress))
@@ -96,6 +104,12 @@ def export_model(
     for note in notes:
         describe(note)
     return destination
+
+
+def check_tokenizer(server: str, folder: Path, vocab_size: int) -> None:
+    """Raise `ConfigError` where a server's own file cannot hold the tokenizer of a checkpoint folder."""
+    if server in SERVERS and SERVERS[server].describes is not None:
+        tokenizer_keys(read_companions(folder), folder, vocab_size)
 
 
 def _exported(source: Checkpoint, written: ModelConfig) -> tuple[TensorTable, Callable[[list[str]], Parts]]:

@@ -16,7 +16,7 @@ from golden_models import tensors_of
 ARCHITECTURES = {
     "mistral": "llama", "mixtral": "llama", "ministral": "llama", "qwen3_moe": "qwen3moe", "olmo3": "olmo2",
     "gemma3_text": "gemma3", "cohere": "command-r", "gpt_oss": "gpt-oss", "exaone_moe": "exaone-moe",
-    "granite_swa": "granite-swa", "granitemoe_swa": "granite-swa", "ministral3": "mistral3", "gemma4_text": "gemma4",
+    "granite_swa": "granite_swa", "granitemoe_swa": "granite_swa", "ministral3": "mistral3", "gemma4_text": "gemma4",
     "cohere2_moe": "cohere2moe",
 }  # fmt: skip
 # What llama.cpp keeps joined, and the package's table has no names for.
@@ -27,8 +27,17 @@ GRANITE_EXPERTS = {
     "shared_mlp.output_linear.weight": "ffn_down_shexp",
     "router.weight": "ffn_gate_inp",
 }
-PERMUTED = ("llama", "granite", "granite-swa", "mistral3", "smollm3")
+PERMUTED = ("llama", "granite", "granite_swa", "mistral3", "smollm3")
 WITHOUT_WINDOWS = ("llama", "qwen2", "qwen3", "qwen3moe", "smollm3", "mistral3", "seed_oss", "starcoder2")
+
+# What llama.cpp fixes and goldens have otherwise, so that every number of theirs is seen.
+FIXED = {
+    "gemma2-hybrid": {"query_pre_attn_scalar": 16},
+    "gemma3-hybrid": {"query_pre_attn_scalar": 16},
+    "granite-swa-hybrid": {"layer_rope_theta": [10000.0, 10000.0, 0, 10000.0, 0]},
+    "qwen3-moe-full": {"norm_topk_prob": True},
+    "smollm3-hybrid": {"no_rope_layers": None},
+}
 
 
 def architecture_of(hf: dict) -> str:
@@ -220,7 +229,7 @@ def gguf_tensors(hf: dict, tensors: dict[str, np.ndarray], architecture: str) ->
 
     for name, array in _stacked(tensors).items():
         stem, _, suffix = name.rpartition(".")
-        if architecture == "granite-swa":
+        if architecture == "granite_swa":
             for end, joined in GRANITE_EXPERTS.items():
                 if name.endswith(end):
                     out[f"blk.{name.split('.')[2]}.{joined}.weight"] = array

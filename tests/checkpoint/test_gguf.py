@@ -78,7 +78,7 @@ def test_a_file_is_the_model_that_its_folder_is(case, folder_of, tmp_path):
 
 def test_every_architecture_has_a_file(tmp_path):
     tested = {architecture_of(hf_of(case)) for case in CASES}
-    assert tested == ARCHITECTURES.keys()
+    assert tested == ARCHITECTURES.keys() - {"step35"}  # which test_gguf_export.py has
     text = (GOLDEN.parents[1] / "docs" / "importing.md").read_text()
     listed = text.split("- **Architectures**")[1].split("- **")[0]
     assert {name for name in re.findall("`([^`]+)`", listed) if "." not in name} == tested

@@ -15,6 +15,7 @@ from swa_jax.base.settings import nearest
 from swa_jax.checkpoint.families.common import Family, HfConfig, HfKeys
 from swa_jax.checkpoint.families.grammar import check_types
 from swa_jax.checkpoint.families.rope import ROPE_KEYS
+from swa_jax.checkpoint.families.windows import WINDOW_KEYS
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern
@@ -165,7 +166,7 @@ def expressed(
     window = pattern.sliding_window if WINDOW in pattern.layer_types else None
     plain = AttentionPattern(pattern.layer_types, window)
     keys = family.window_keys(config, plain)
-    out = {key: value for key, value in hf.items() if key not in {"layer_types", "sliding_window", *keys}} | keys
+    out = {key: value for key, value in hf.items() if key not in WINDOW_KEYS} | keys
     return out if _reads_as(out, config) and hf_pattern(out) == plain else None
 
 

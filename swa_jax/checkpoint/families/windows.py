@@ -14,6 +14,11 @@ from swa_jax.model.pattern import AttentionPattern
 Windows = tuple[int | None, Sequence[str]]
 WindowReader = Callable[[HfConfig, int], Windows]
 TypeReader = Callable[[HfConfig, int], list[str]]
+# By which some reader finds windows. A family writes its own; one that another left would be believed by somebody.
+WINDOW_KEYS = (
+    "layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern",
+    "sliding_window_size", "is_hybrid_swa", "hybrid_layer_pattern",
+)  # fmt: skip
 
 
 # ---- reading ----

@@ -184,6 +184,15 @@ def _mistral3(metadata: Metadata) -> str:
     return "ministral3" if metadata.number("attention.temperature_scale") else _llama(metadata)
 
 
+def _step35(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
+    """Step 3.5's own models have gates and experts, which no Qwen 3 has; without them it is one with windows."""
+    heads, rotated = hf["head_dim"], metadata.whole("rope.dimension_count", hf["head_dim"])
+    swa = metadata.whole("rope.dimension_count_swa", rotated), metadata.number("rope.freq_base_swa") or DEFAULT_THETA
+    if (rotated // 2, *swa) != (heads, heads, metadata.number("rope.freq_base") or DEFAULT_THETA):
+        raise metadata.wrong("rope.dimension_count", "asks for layers that rotate in different ways")
+    return {**_biases(metadata, hf), "use_sliding_window": True}
+
+
 def _gemma(layers_of_27b: int) -> Callable[[Metadata, dict[str, Any]], dict[str, Any]]:
     """The scale of the attention logits is that of the head's channels, except in the 27B models."""
 
@@ -285,7 +294,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "gemma4_text", period=6, by_layer=("attention.head_count_kv", "feed_forward_length"), more=_gemma4
     ),
     "granite": Architecture("granite", permuted=True, more=_granite),
-    "granite-swa": Architecture(
+    "granite_swa": Architecture(
         lambda it: "granitemoe_swa" if it.whole("expert_count", 0) else "granite_swa",
         period=4,
         full_first=True,
@@ -296,6 +305,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "seed_oss": Architecture(
         "seed_oss", more=lambda it, hf: {**_biases(it, hf), "attention_out_bias": it.has("attn_output.bias")}
     ),
+    "step35": Architecture("qwen3", period=4, more=_step35),
     "starcoder2": Architecture(
         "starcoder2", more=lambda it, hf: {"use_bias": _has_bias(it), "norm_epsilon": hf.get("layer_norm_eps")}
     ),

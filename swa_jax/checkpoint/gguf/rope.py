@@ -34,7 +34,7 @@ def rope_keys(metadata: Metadata, hf: dict[str, Any], read: Callable[[str], np.n
     scaling = _scaling(metadata, hf, theta, read)
     keys: dict[str, Any] = {"rope_theta": theta}
     rotated = metadata.whole("rope.dimension_count", hf["head_dim"])
-    if rotated != hf["head_dim"]:
+    if rotated != hf["head_dim"] and metadata.architecture != "step35":  # whose full layers rotate half of it
         keys["partial_rotary_factor"] = rotated / hf["head_dim"]
     if original := metadata.whole("rope.scaling.original_context_length"):
         keys["original_max_position_embeddings"] = original

@@ -180,13 +180,18 @@ def _byte_level(vocabulary: Vocabulary, rule: WordRule) -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer(
         models.BPE(vocab=_vocab(vocabulary), merges=vocabulary.merges(), ignore_merges=rule.whole_words)
     )
-    splits = [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in rule.splits]
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
+    backend.pre_tokenizer = word_splitter(rule)
     backend.decoder = decoders.ByteLevel()
     if rule.nfc:
         backend.normalizer = normalizers.NFC()
     return backend
+
+
+def word_splitter(rule: WordRule) -> pre_tokenizers.PreTokenizer:
+    """What cuts a text into words by a rule, and spells these in bytes."""
+    splits = [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in rule.splits]
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([*splits, to_bytes])
 
 
 def _sentencepiece(vocabulary: Vocabulary, kind: str) -> tokenizers.Tokenizer:

@@ -134,17 +134,17 @@ def find_places(
     Raises `CheckpointError` for tensors that are missing, misshapen, or of no use to the model.
     """
     parameters = hf_parameters(config)
-    widths = {_module(row): row.shape[-1] for row in parameters if row.path[-1] == "kernel"}
+    widths = {module_of(row): row.shape[-1] for row in parameters if row.path[-1] == "kernel"}
     places: dict[str, TensorPlace] = {}
     for row in parameters:
         for ours in tensors_of(row):
             place = _find(config, row, ours, tensors, widths)
             if place is None:
-                name = _named(NAMES[_module(row)][0], row, ours)
+                name = stored_name(NAMES[module_of(row)][0], row, ours)
                 raise CheckpointError(
                     f"{file} lacks tensor '{name}', which a {config.model_type} model of these hyperparameters has"
                 )
-            if permuted and _module(row) in PERMUTED:
+            if permuted and module_of(row) in PERMUTED:
                 place = place._replace(heads=ours.shape[0] // config.head_dim)
             if config.norm_unit_offset and row.path[-1] == "scale":  # llama.cpp stores 1 + scale
                 place = place._replace(offset=-1.0)
@@ -163,14 +163,14 @@ def _order(place: TensorPlace) -> tuple[str, int, int]:
     return place.tensor.file.name, place.tensor.start, place.first
 
 
-def _module(row: Parameter) -> str:
+def module_of(row: Parameter) -> str:
     """Its name in `NAMES`: the end of its path, wherever layers of its kind are stacked."""
     path = row.path if row.path[-1] in ALONE else row.path[:-1]
     ends = (".".join(path[i:]) for i in range(len(path)))
     return next(end for end in ends if end in NAMES)
 
 
-def _named(tensor: T, row: Parameter, ours: TensorName) -> str:
+def stored_name(tensor: T, row: Parameter, ours: TensorName) -> str:
     layer = None if row.layers is None else row.layers[ours.place[0]]
     return f"{TENSOR_NAMES[tensor].format(bid=layer)}.{SUFFIXES.get(row.path[-1], 'weight')}"
 
@@ -179,19 +179,19 @@ def _find(
     config: ModelConfig, row: Parameter, ours: TensorName, tensors: Mapping[str, GgufTensor], widths: Mapping[str, int]
 ) -> TensorPlace | None:
     """One of our tensors, alone or in a joined one; raises `CheckpointError` for another shape."""
-    module = _module(row)
+    module = module_of(row)
     expert = ours.place[1] if len(ours.place) > 1 else None
     stack = () if expert is None else (config.num_experts,)
     for joined, parts in JOINED:
-        name = _named(joined, row, ours)
-        alone = not widths.keys() >= {*parts} or _named(NAMES[parts[0]][0], row, ours) in tensors
+        name = stored_name(joined, row, ours)
+        alone = not widths.keys() >= {*parts} or stored_name(NAMES[parts[0]][0], row, ours) in tensors
         if module not in parts or name not in tensors or alone:
             continue
         rows = sum(widths[part] for part in parts)
         _check_shape(name, tensors[name], (*stack, rows, *ours.shape[1:]))
         first = sum(widths[part] for part in parts[: parts.index(module)])
         return TensorPlace(name, tensors[name], ours.shape, first + (expert or 0) * rows)
-    name = next((name for kind in NAMES[module] if (name := _named(kind, row, ours)) in tensors), "")
+    name = next((name for kind in NAMES[module] if (name := stored_name(kind, row, ours)) in tensors), "")
     if not name:
         return None
     tensor = tensors[name]
@@ -202,7 +202,7 @@ def _find(
     if module == "experts.down_proj":
         _check_shape(name, tensor, (shape[0], shape[2], shape[1]) if transposed else shape)
         return TensorPlace(name, tensor, shape, transposed=transposed)
-    other = _named(T.FFN_UP_EXP, row, ours)
+    other = stored_name(T.FFN_UP_EXP, row, ours)
     if other not in tensors:
         return None
     half = (shape[0], shape[2] // 2, shape[1]) if transposed else (shape[0], shape[1] // 2)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.settings import nearest
@@ -20,6 +20,9 @@ from swa_jax.checkpoint.servers.common import Reads, Server, ServerClass
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, HYBRID, WINDOW
 from swa_jax.model.pattern import AttentionPattern
+
+if TYPE_CHECKING:
+    from swa_jax.checkpoint.gguf.graphs import Described
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Served:
       pattern: what the server computes.
       runs: the class that does.
       command: starts the server; "{folder}" stands for the export. "" for transformers, which is a library.
+      file: how the server's own file has the model, where the export is one.
     """
 
     hf: dict[str, Any]
@@ -39,6 +43,7 @@ class Served:
     pattern: AttentionPattern
     runs: ServerClass
     command: str
+    file: Described | None = None
 
     def describe(self, server: str) -> str:
         """What the server will run, in a few sentences."""
@@ -54,15 +59,18 @@ class Served:
             lines.append("It needs the plug-in swa-jax-vllm beside vLLM: pip install ./plugins/vllm")
             if windowed and self.pattern.full_attention_decode:
                 lines.append("With full-attention decode all layers keep the whole sequence.")
+        if self.file is not None:
+            lines += self.file.notes()
         if windowed and not self.runs.frees:
             lines.append("It computes the windows, but keeps the caches of windowed layers whole.")
         return "\n".join(lines)
 
 
 # A server is one file with a `SERVER`; its name here makes it known.
-_FILES = "vllm vllm_plugin tpu_inference sglang sglang_jax mlx_lm"
+_FILES = "vllm vllm_plugin tpu_inference sglang sglang_jax mlx_lm llama_cpp"
 SERVERS: dict[str, Server] = {
-    name.replace("_", "-"): import_module(f"{__name__}.{name}").SERVER for name in _FILES.split()
+    "llama.cpp" if name == "llama_cpp" else name.replace("_", "-"): import_module(f"{__name__}.{name}").SERVER
+    for name in _FILES.split()
 }
 TARGETS = ("transformers", *SERVERS)
 _POOL_KEYS = ("is_hybrid_swa", "hybrid_layer_pattern")  # of SGLang
@@ -120,6 +128,11 @@ def find_served(server: str, hf: HfConfig, pattern: AttentionPattern) -> Served 
     if unserved(server, pattern) is not None:
         return None
     config = model_config(hf)
+    if server in SERVERS and (describes := SERVERS[server].describes) is not None:
+        if (found := describes(config, pattern)) is None:
+            return None
+        runs = ServerClass(found.architecture)
+        return Served(found.hf, config.model_type, pattern, runs, SERVERS[server].command, found)
     full = AttentionPattern((FULL,) * pattern.num_layers)
     for family, described in same_model(hf, config):
         if server == "transformers":
@@ -177,7 +190,6 @@ def _written_for(
         out = {**fully(hf), "layer_types": list(pattern.layer_types), "sliding_window": pattern.sliding_window}
     if out is None:
         return None
-    out = {key: value for key, value in out.items() if key not in _POOL_KEYS}  # another export may have left them
     if WINDOW in pattern.layer_types:
         out["sliding_window"] -= runs.surplus
         if runs.pooled:

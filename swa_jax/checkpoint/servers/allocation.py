@@ -9,6 +9,9 @@ that a sequence takes what the larger of its two parts asks for. An export's com
 sequence holds. Where every layer has a window, a sequence is admitted when all of it would fit.
 
 MLX-LM gives every windowed layer a ring of its own. Between two parts of a prompt every ring still has the last part.
+
+llama.cpp has cells for full layers, as many as a sequence is long, and cells for windowed layers, which hold a window
+and the part of a prompt that is computed, both in blocks of 256 (`llama-kv-cache-iswa.cpp` of b11549).
 """
 
 from __future__ import annotations
@@ -119,3 +122,14 @@ def ring_entries(full: int, windowed: int, window: int | None, length: int, bloc
     """What MLX-LM's caches take of a sequence of `length` tokens."""
     whole = -(-length // blocks.tokens) * blocks.tokens
     return whole * full + min((window or 0) - 1 + blocks.in_flight, whole) * windowed
+
+
+# ---- cells ----
+
+
+def cell_entries(full: int, windowed: int, window: int | None, length: int, blocks: Blocks, sink_tokens: int) -> int:
+    """What llama.cpp's caches take of a sequence of `length` tokens."""
+    whole, short = (
+        -(-tokens // blocks.tokens) * blocks.tokens for tokens in (length, (window or 0) + blocks.in_flight)
+    )
+    return whole * full + min(short, whole) * windowed

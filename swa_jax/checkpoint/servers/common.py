@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from swa_jax.checkpoint.families import inexpressible
 from swa_jax.checkpoint.servers.allocation import Entries
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.pattern import AttentionPattern
+
+if TYPE_CHECKING:
+    from swa_jax.checkpoint.gguf.graphs import Described
 
 
 class Reads(enum.Enum):
@@ -143,6 +146,7 @@ class Server:
       port: where it listens unless it is told otherwise; None: no receipt can ask it.
       environment: variables before the command.
       lacks: what no class of it knows of a pattern, None if nothing.
+      describes: finds how its own file has a model with a pattern, where an export is one; None if it cannot.
     """
 
     title: str
@@ -157,3 +161,4 @@ class Server:
     port: int | None = None
     environment: str = ""
     lacks: Callable[[AttentionPattern], str | None] = inexpressible
+    describes: Callable[[ModelConfig, AttentionPattern], Described | None] | None = None

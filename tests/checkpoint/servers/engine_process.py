@@ -20,9 +20,9 @@ ENVIRONMENT = {
 
 
 @contextlib.contextmanager
-def engine_process(log, packages=""):
-    """A function from the arguments of `run` in `engine.py` to what that returns. `packages`: a folder with more."""
-    command = [os.environ["SERVERS_PYTHON"], str(Path(__file__).with_name("engine.py"))]
+def engine_process(log, packages="", script="engine.py"):
+    """A function from the arguments of `run` in a script here to what that returns. `packages`: a folder with more."""
+    command = [os.environ["SERVERS_PYTHON"], str(Path(__file__).with_name(script))]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(packages)}
     with log.open("w") as errors, subprocess.Popen(command, stderr=errors, env=environment, **pipes) as process:

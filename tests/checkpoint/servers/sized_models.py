@@ -2,10 +2,11 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from golden_models import GOLDEN
-from safetensors.numpy import load_file, save_file
+from golden_models import GOLDEN, tensors_of
+from safetensors.numpy import save_file
 
 from swa_jax.base.files import read_json, write_json
 from swa_jax.checkpoint.families import model_config
@@ -39,12 +40,14 @@ def _longer(factors: list[float], channels: int) -> list[float]:
     return np.interp(np.linspace(0, 1, channels), np.linspace(0, 1, len(factors)), factors).round(3).tolist()
 
 
-def write_model(case: str, folder: Path, layers: int | None = None) -> Path:
+def write_model(case: str, folder: Path, layers: int | None = None, **changes: Any) -> Path:
     """A golden model at `SIZES`, its tensors drawn so that products have the golden ones' size, as a folder.
 
-    `layers`: another number of them, like the golden ones in turn.
+    Args:
+      layers: another number of them, like the golden ones in turn.
+      changes: keys of `config.json`.
     """
-    hf = read_json(GOLDEN / case / "config.json")
+    hf = read_json(GOLDEN / case / "config.json") | changes
     hf |= SIZES | {key: value for key, value in EXPERTS.items() if key in hf}
     own = hf["num_hidden_layers"]
     hf["num_hidden_layers"] = layers or own
@@ -58,7 +61,7 @@ def write_model(case: str, folder: Path, layers: int | None = None) -> Path:
         hf["num_attention_heads_per_layer"] = [SIZES["num_attention_heads"]] * hf["num_hidden_layers"]
     for heads in hf.get("per_layer_config", {}).values():
         heads["head_dim"] = 2 * SIZES["head_dim"]
-    golden = load_file(GOLDEN / case / "model.safetensors")
+    golden = tensors_of(case)
     rng = np.random.default_rng(0)
     tensors = {}
     for name, shape in hf_tensors(model_config(hf)).items():
