@@ -58,6 +58,12 @@ PASSES = 6.0
 # Over queries, keys, values and results of a windowed layer: what XLA does around its kernels only where the sequence
 # is split. From docs/plans (SWAT 760M).
 HALO_PASSES = 5.0
+# Times the memory's traffic of a layer that is compiled by itself: what it keeps is not copied to a stack and back. And
+# times a chip's memory, by estimate, from which the compiler brings down what keeps everything by computing some again
+# (SWAT 340M in docs/plans: 2.5 to 0.97).
+UNROLLED = {"none": 0.55}
+UNROLLED_OTHERWISE = 0.9
+COMPUTED_AGAIN = 3.0
 LOGIT_PASSES = 8.0
 UPDATE_PASSES = 8.0  # over the optimizer's f32 arrays: gradient, weight and both moments, read and written
 
@@ -75,6 +81,11 @@ class StepEstimate(NamedTuple):
     @property
     def bytes(self) -> float:
         return sum(self.bytes_by_part.values())
+
+
+def least_bytes(settings: RunChanges, size: float) -> float:
+    """What the compiler may bring an estimate down to."""
+    return size / COMPUTED_AGAIN if settings.computed_again else size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,13 +148,22 @@ class _Share(NamedTuple):
 
 def estimate(work: Workload, settings: RunChanges) -> StepEstimate:
     """Memory and time of a step of the workload's stage, by the formulas at the top of this file."""
+    share = _share(work, settings)
+    return StepEstimate(_seconds(work, share), _bytes(work, share))
+
+
+def estimate_bytes(work: Workload, settings: RunChanges) -> float:
+    """Memory alone, which needs no chip that is known."""
+    return sum(_bytes(work, _share(work, settings)).values())
+
+
+def _share(work: Workload, settings: RunChanges) -> _Share:
     partition = settings.partition(work.config)
     rows = work.stage.batch_size / partition.size("batch")
     context, heads = partition.size("sequence"), partition.size("heads")
     tokens = rows * work.stage.sequence_length / context
     held = _held(work, partition)
-    share = _Share(settings, partition, tokens, rows, settings.accumulate, context, heads, *held)
-    return StepEstimate(_seconds(work, share), _bytes(work, share))
+    return _Share(settings, partition, tokens, rows, settings.accumulate, context, heads, *held)
 
 
 # ---- weights ----
@@ -256,6 +276,7 @@ def _seconds(work: Workload, share: _Share) -> dict[str, float]:
     passes = PASSES * kept_bytes(work, "none", share.tensor, settings.expert)
     passes += 2 * kept_bytes(work, settings.remat, share.tensor, settings.expert)
     logits = share.tokens * model.vocab_size / share.tensor * 4
+    passes *= 1 if settings.scan_layers else UNROLLED.get(settings.remat, UNROLLED_OTHERWISE)
     moved = share.tokens * model.num_hidden_layers * passes + LOGIT_PASSES * logits
     if share.context > 1:
         rows = 2 * sum(_head_channels(model)) / share.tensor

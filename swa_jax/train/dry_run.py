@@ -11,9 +11,9 @@ from flax import nnx
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.model.sharding import AXES, MeshConfig
+from swa_jax.model.sharding import MeshConfig
 from swa_jax.train.config import TrainConfig
-from swa_jax.train.loop import check_folder, check_run, describe_stage
+from swa_jax.train.loop import as_begun, check_folder, check_run, describe_stage
 from swa_jax.train.patterns import with_folders
 from swa_jax.train.run_checkpoints import newest_step
 
@@ -26,10 +26,10 @@ def describe_run(config: TrainConfig, devices: int | None = None) -> str:
 
     Raises `ConfigError` as `train` would before its first step.
     """
-    config = with_folders(config)
+    config = with_folders(as_begun(config))
     devices = devices or _named(config.mesh)
     checked = check_run(config, None if devices in (None, jax.device_count()) else devices)
-    check_folder(Path(config.output), config)
+    check_folder(Path(config.output), config.without_auto())
     done = newest_step(Path(config.output) / "checkpoints")
     start = f"goes on from step {done} of {config.total_steps}" if done else f"begins, {config.total_steps} steps"
     source = "drawn at random" if config.init_from is None else f"from {config.init_from}"
@@ -50,7 +50,7 @@ def describe_run(config: TrainConfig, devices: int | None = None) -> str:
 
 def _named(mesh: MeshConfig) -> int | None:
     """The devices that a mesh asks for; None where one of its axes takes what there is."""
-    sizes = [getattr(mesh, axis) for axis in AXES]
+    sizes = mesh.sizes.values()
     return None if -1 in sizes else mesh.slices * math.prod(sizes)
 
 

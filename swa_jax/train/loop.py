@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,17 @@ from swa_jax.model.flops import train_flops_per_token
 from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.lora import merge_lora, trained_and_frozen, with_lora
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.model.sharding import AXES, Partition, check_batch, check_model, make_mesh, mesh_shape, state_shardings
+from swa_jax.model.sharding import (
+    AUTO,
+    AXES,
+    MeshConfig,
+    Partition,
+    check_batch,
+    check_model,
+    make_mesh,
+    mesh_shape,
+    state_shardings,
+)
 from swa_jax.report.progress import Progress, rate
 from swa_jax.train.compiler import check_options
 from swa_jax.train.config import TrainConfig
@@ -91,7 +102,7 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
       CheckpointError: a checkpoint could not be written, or none of those that are there is good.
       Preempted: the machine is being taken away (SIGTERM); a checkpoint of the last step is on the disk.
     """
-    config = with_folders(config)
+    config = with_folders(as_begun(config)).without_auto()
     run = _prepare(config)
     meet()
     trained, frozen = trained_and_frozen(run.model)
@@ -163,8 +174,8 @@ class _Session:
             self.log.trace(step)
             batch = place_batch(next(batches), partition, stage.batch_size)
             if step < first + len(models):
-                compile_together(steps[which], state, batch, stage.accumulate)
-            state, metrics = steps[which](state, batch, stage.accumulate)
+                compile_together(steps[which], state, batch, stage.pieces)
+            state, metrics = steps[which](state, batch, stage.pieces)
             self.show(self.log.write(done, metrics, tokens, flops[which]))
             stopping = self.preempted(done)
             saving = stopping or done % config.checkpoint_every == 0 or done == end
@@ -284,8 +295,8 @@ def held_out_loss(run: TrainingRun, number: int, loss: Any, state: TrainState) -
     config, stage = run.config, run.config.stages[number]
     batches = stage_batches(config, number, run.tokenizer, run.partition, held_out=True)
     total = weight = 0.0
-    for i, batch in enumerate(itertools.islice(batches, config.validation_batches * stage.accumulate)):
-        placed = place_batch(batch, run.partition, stage.batch_size // stage.accumulate)
+    for i, batch in enumerate(itertools.islice(batches, config.validation_batches * stage.pieces)):
+        placed = place_batch(batch, run.partition, stage.batch_size // stage.pieces)
         if i == 0:
             compile_together(loss, state.params, state.frozen, placed)
         nll, weights = loss(state.params, state.frozen, placed)
@@ -303,7 +314,7 @@ def make_partition(config: TrainConfig, devices: int | None = None) -> Partition
         return None
     partition = Partition(mesh, config.sharding)
     for number, stage in enumerate(config.stages):
-        rows = stage.batch_size // stage.accumulate
+        rows = stage.batch_size // stage.pieces
         check_batch(partition, rows, stage.sequence_length, f"stages.{number}", order=config.sequence_order)
     return partition
 
@@ -404,6 +415,27 @@ def _claimed(run: Path, config: TrainConfig) -> Iterator[None]:
         for name, text in records.items():
             write_text(run / name, text)
         yield
+
+
+def as_begun(config: TrainConfig) -> TrainConfig:
+    """A run that has begun, with what was chosen for it then in place of "auto"; other devices choose their mesh."""
+    file = recorded(Path(config.output), CONFIG_FILE)
+    if file is None or config == config.without_auto():
+        return config
+    before = from_dict(TrainConfig, parse_yaml(file.read_text(), str(file)))
+    if len(before.stages) != len(config.stages):
+        return config  # another run, which is refused
+    stages = tuple(
+        dataclasses.replace(stage, accumulate=old.accumulate) if stage.accumulate == AUTO else stage
+        for stage, old in zip(config.stages, before.stages, strict=True)
+    )
+    changes: dict[str, Any] = {
+        name: getattr(before, name) for name in ("remat", "scan_layers") if getattr(config, name) == AUTO
+    }
+    same = math.prod(before.mesh.sizes.values()) * before.mesh.slices == jax.device_count()
+    if same and config.mesh == MeshConfig(slices=config.mesh.slices):
+        changes["mesh"] = before.mesh
+    return dataclasses.replace(config, stages=stages, **changes)
 
 
 def check_folder(run: Path, config: TrainConfig, base: str | None = None) -> None:

@@ -37,7 +37,7 @@ def test_a_missing_checkpoint_says_how_to_plan_without_it(tmp_path):
     file = tmp_path / "run.yaml"
     settings = to_dict(run()) | {"model": None, "init_from": str(tmp_path / "nothing")}
     file.write_text(json.dumps(settings))
-    assert "init_from=null model=@configs/models/NAME.yaml" in fails("compile", file, "--topology", "v5e:2x2")
+    assert "plan_model=configs/models/NAME.yaml" in fails("compile", file, "--topology", "v5e:2x2")
 
 
 def test_v7x_is_another_name_of_tpu7x():
