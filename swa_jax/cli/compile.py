@@ -83,6 +83,9 @@ def compile_(
     import jax
 
     jax.config.update("jax_platforms", "cpu")
+    jax.config.update(
+        "jax_enable_compilation_cache", False
+    )  # of programs for chips that are not here: none can be read
     from swa_jax.plan.choose import fastest, is_open
     from swa_jax.plan.plan import check_stage, plan
     from swa_jax.plan.text import describe
