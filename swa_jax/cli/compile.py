@@ -83,9 +83,7 @@ def compile_(
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update(
-        "jax_enable_compilation_cache", False
-    )  # of programs for chips that are not here: none can be read
+    jax.config.update("jax_enable_compilation_cache", False)  # no program for absent chips can be read
     from swa_jax.plan.choose import fastest, is_open
     from swa_jax.plan.plan import check_stage, plan
     from swa_jax.plan.text import describe
