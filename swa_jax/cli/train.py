@@ -73,7 +73,7 @@ def train(
     with contextlib.nullcontext() if place is None else worker(place, timeout) as join:
         from swa_jax.plan.choose import settled
         from swa_jax.train.config import TrainConfig
-        from swa_jax.train.loop import as_begun
+        from swa_jax.train.earlier_run import as_begun
         from swa_jax.train.loop import train as run
 
         settings = load_config(TrainConfig, config, overrides or [])

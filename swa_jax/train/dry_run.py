@@ -15,7 +15,8 @@ from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import AUTO, MeshConfig
 from swa_jax.train.config import TrainConfig
-from swa_jax.train.loop import as_begun, check_folder, check_run, describe_stage, make_partition
+from swa_jax.train.earlier_run import as_begun
+from swa_jax.train.loop import check_folder, check_run, describe_stage, make_partition
 from swa_jax.train.patterns import with_folders
 from swa_jax.train.run_checkpoints import newest_step
 
@@ -32,7 +33,8 @@ def describe_run(config: TrainConfig, devices: int | None = None) -> str:
     devices = devices or _named(config.mesh)
     others = None if devices in (None, jax.device_count()) else devices
     mesh = None
-    if AUTO in dataclasses.asdict(config.mesh).values():
+    given = dataclasses.asdict(config.mesh).values()
+    if AUTO in given and -1 not in given:
         try:
             make_partition(config, others)
         except ConfigError as error:

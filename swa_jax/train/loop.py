@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,21 +39,11 @@ from swa_jax.model.flops import train_flops_per_token
 from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.lora import merge_lora, trained_and_frozen, with_lora
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.model.sharding import (
-    AUTO,
-    AXES,
-    MeshConfig,
-    Partition,
-    check_batch,
-    check_model,
-    make_mesh,
-    mesh_shape,
-    state_shardings,
-)
+from swa_jax.model.sharding import AXES, Partition, check_batch, check_model, make_mesh, mesh_shape, state_shardings
 from swa_jax.report.progress import Progress, rate
 from swa_jax.train.compiler import check_options
 from swa_jax.train.config import TrainConfig
-from swa_jax.train.earlier_run import check_earlier_run, with_earlier_optimizer
+from swa_jax.train.earlier_run import as_begun, check_earlier_run, with_earlier_optimizer
 from swa_jax.train.optimizer import make_optimizer, warn_of_short_runs
 from swa_jax.train.patterns import check_patterns, find_start, run_pattern, stage_patterns, with_folders
 from swa_jax.train.preemption import Preempted, preemption_notices
@@ -415,27 +404,6 @@ def _claimed(run: Path, config: TrainConfig) -> Iterator[None]:
         for name, text in records.items():
             write_text(run / name, text)
         yield
-
-
-def as_begun(config: TrainConfig) -> TrainConfig:
-    """A run that has begun, with what was chosen for it then in place of "auto"; other devices choose their mesh."""
-    file = recorded(Path(config.output), CONFIG_FILE)
-    if file is None or config == config.without_auto():
-        return config
-    before = from_dict(TrainConfig, parse_yaml(file.read_text(), str(file)))
-    if len(before.stages) != len(config.stages):
-        return config  # another run, which is refused
-    stages = tuple(
-        dataclasses.replace(stage, accumulate=old.accumulate) if stage.accumulate == AUTO else stage
-        for stage, old in zip(config.stages, before.stages, strict=True)
-    )
-    changes: dict[str, Any] = {
-        name: getattr(before, name) for name in ("remat", "scan_layers") if getattr(config, name) == AUTO
-    }
-    same = math.prod(before.mesh.sizes.values()) * before.mesh.slices == jax.device_count()
-    if same and config.mesh == MeshConfig(slices=config.mesh.slices):
-        changes["mesh"] = before.mesh
-    return dataclasses.replace(config, stages=stages, **changes)
 
 
 def check_folder(run: Path, config: TrainConfig, base: str | None = None) -> None:
