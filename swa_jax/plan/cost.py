@@ -20,8 +20,9 @@ Time, in sums: nothing runs beside anything else.
   memory                what the rest of a layer reads and writes, `PASSES` times what its backward pass needs; what is
                         kept, written and read; what windowed layers copy where the sequence is split (`HALO_PASSES`);
                         logits, and the optimizer's update; by the memory's bandwidth
-  weights               each piece gathers a layer's weights twice (forward, backward) and scatters their gradients;
-                        what `data` repeats is summed; between slices at the speed of their network
+  weights               each piece gathers a layer's weights twice (forward, backward) and scatters their gradients (over
+                        all devices of a slice: sums them, see `chips`); what `data` repeats is summed; between slices
+                        at the speed of their network
   keys                  full, hybrid and routed layers gather keys and values of the row (again in the backward pass,
                         but under "none") and scatter their gradients; windowed layers send a window's reach
   tensor                all-reduces of [n, d], two of a layer forward and back, and where remat computes it again
@@ -318,9 +319,11 @@ def _exchange_of_weights(work: Workload, share: _Share) -> float:
     gathered = p * _local(split, share.partition) * group
     ends = p * _local(tuple(row for row in split if "vocab" in row.axes), share.partition) * group
     seconds = _ring(work, gathered * 2 - ends, group, pieces)  # embedding and head are gathered once
-    trained = p * share.trained * group
-    seconds += _ring(work, trained, group, pieces)
-    slices = work.config.mesh.slices
+    trained, slices = p * share.trained * group, work.config.mesh.slices
+    whole = group == work.devices // slices and not work.chip.scatters_whole
+    seconds += _ring(work, trained, group, (1 + whole) * pieces)
+    if group < work.devices // slices and not share.settings.scan_layers:
+        seconds *= work.chip.shown_share
     seconds += _ring(work, p * share.trained, share.settings.data, 2 * pieces)
     if slices > 1:
         seconds += pieces * 2 * p * share.trained * (slices - 1) / slices / work.chip.dcn_bytes

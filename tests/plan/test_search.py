@@ -305,9 +305,8 @@ def test_what_is_said_is_kept_and_the_first_is_enough_if_no_other_is_expected_to
         compiled.append(settings)
         return report(0.73, gib=15.3)
 
-    assert fastest(work, compile_one, lambda line: None).settings == RunChanges(
-        1, 16, 1, 1, "none", 1, scan_layers=False
-    )
+    best = fastest(work, compile_one, lambda line: None).settings
+    assert (best.remat, best.scan_layers, best.accumulate) == ("none", False, 1)
     assert len(compiled) == 1
     given = dataclasses.replace(config, remat="layer", scan_layers=True, mesh=MeshConfig(data=4))
     compiled.clear()
