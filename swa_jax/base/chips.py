@@ -52,6 +52,12 @@ class Target:
     torus: int  # dimensions of the chips' network, with two links each
     kernel_share: tuple[float, float]  # of the peak, reached by our kernels forward, backward: docs/kernels.md
     matmul_share: float  # of the peak, reached by XLA's matrix products: those of the plans in docs/plans
+    # Whether a sum over all devices of a slice can be scattered. Otherwise the compiler (libtpu 0.0.50, with any of its
+    # options) sums it everywhere, which sends twice as much; over a part of the slice it scatters on all chips.
+    scatters_whole: bool = False
+    # Of the time in which weights are exchanged over a part of the slice, where every layer is compiled by itself: what
+    # is not hidden behind the layer before (SWAT 760M in docs/plans). Over the whole slice nothing is hidden.
+    shown_share: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +75,7 @@ CHIPS = {
     "v5e": Chip(
         ("TPU v5 lite", "TPU v5e"),
         197e12,
-        Target("v5e:2x2", 1, 1.5, 15.75, 50e9, 3.125e9, 819e9, 2, (0.77, 0.85), 0.85),
+        Target("v5e:2x2", 1, 1.5, 15.75, 50e9, 3.125e9, 819e9, 2, (0.77, 0.85), 0.85, shown_share=0.4),
         Cloud("v5e", 2, "tpu-v5-lite-podslice", "v5litepod", 1, "v2-alpha-tpuv5-lite", single=8),
     ),
     "v5p": Chip(
@@ -88,7 +94,7 @@ CHIPS = {
     "v7x": Chip(
         ("TPU7x",),
         1153.5e12,
-        Target("tpu7x:2x2x1", 1, 1.88, 94.74, 100e9, 6.25e9, 3690e9, 3, (0.32, 0.5), 0.74),
+        Target("tpu7x:2x2x1", 1, 1.88, 94.74, 100e9, 6.25e9, 3690e9, 3, (0.32, 0.5), 0.74, scatters_whole=True),
         Cloud("tpu7x", 3, "tpu7x", None, 2, None),
     ),
     "a100": Chip(("NVIDIA A100",), 312e12),

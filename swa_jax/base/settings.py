@@ -225,7 +225,11 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
                 return _convert(option, value, path)
             except ConfigError as error:
                 failures.append(str(error))
-        raise ConfigError(failures[0])
+        start = f"'{path}' must be "
+        if not all(failure.startswith(start) for failure in failures):
+            raise ConfigError(failures[0])
+        kinds, got = zip(*(failure.removeprefix(start).rsplit(", got ", 1) for failure in failures), strict=True)
+        raise ConfigError(f"{start}{' or '.join(kinds)}, got {got[0]}")
     if origin is Literal:
         if value not in args:
             raise ConfigError(f"'{path}' must be one of {', '.join(map(str, args))}, got {value!r:.200}")

@@ -20,6 +20,7 @@ from swa_jax.cli.groups import Options
 from swa_jax.cli.options import Json, check_output, in_output, panel, print_report, write_report
 
 if TYPE_CHECKING:
+    from swa_jax.plan.cost import Workload
     from swa_jax.train.config import TrainConfig
 
 in_step, in_search = panel("What to plan"), panel("Search")
@@ -82,19 +83,28 @@ def compile_(
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from swa_jax.plan.plan import plan
+    jax.config.update("jax_enable_compilation_cache", False)  # no program for absent chips can be read
+    from swa_jax.plan.choose import fastest, is_open
+    from swa_jax.plan.plan import check_stage, plan
     from swa_jax.plan.text import describe
     from swa_jax.train.config import TrainConfig
 
     check_output("--out", out)
     overrides = overrides or []
     settings = load_config(TrainConfig, config, overrides)
+    compile_one = functools.partial(compile_apart, config, overrides, topology, stage)
     if searching.search:
-        compile_one = functools.partial(compile_apart, config, overrides, topology, stage)
         _search(settings, compile_one, topology, stage, searching, out, as_json)
         return
+    check_stage(settings, stage)
     if step == "generate":
         report, text = _generate(settings, topology, stage, batch_size, length, new_tokens)
+    elif step == "train" and is_open(settings, stage):
+        work = _work(settings, topology, stage)
+        best = fastest(work, lambda one: compile_one(one.overrides(settings, stage)), _say)
+        overrides = [*overrides, *best.settings.overrides(settings, stage)]
+        report = best.report or {}
+        text = describe(report)
     else:
         report = plan(settings, topology, step=step, stage=stage, batch_size=batch_size, length=length)
         text = describe(report)
@@ -109,11 +119,10 @@ def _generate(
     settings: TrainConfig, topology: str, stage: int, batch_size: int, length: int | None, new_tokens: int
 ) -> tuple[dict[str, Any], str]:
     """The plans of both steps with what they come to, and all of it as text."""
-    from swa_jax.plan.plan import check_stage, plan
+    from swa_jax.plan.plan import plan
     from swa_jax.plan.serving import describe_serving, serving
     from swa_jax.plan.text import describe
 
-    check_stage(settings, stage)
     prompt = length or settings.stages[stage].sequence_length
     sizes: dict[str, int] = {"prefill": prompt, "decode": prompt + new_tokens}
     reports = {}
@@ -122,6 +131,18 @@ def _generate(
     found = serving(reports["prefill"], reports["decode"], new_tokens)
     text = "\n\n".join([*map(describe, reports.values()), describe_serving(found, new_tokens)])
     return {"new_tokens": new_tokens, "serving": found} | reports, text
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
+
+
+def _work(settings: TrainConfig, topology: str, stage: int) -> Workload:
+    """The step that settings are chosen for, on a topology that is not here."""
+    from swa_jax.plan.plan import planned_start, topology_devices
+    from swa_jax.plan.search import workload
+
+    return workload(settings, planned_start(settings), topology_devices(topology, settings.mesh.slices), stage)
 
 
 def _search(
@@ -134,18 +155,15 @@ def _search(
     as_json: bool,
 ) -> None:
     """Settings tried one after another, each compiled with its overrides; the table, and the best as overrides."""
-    from swa_jax.plan.search import TRIES, XLA_OPTIONS, SearchFile, Tried, key_of, search, to_json, workload
+    from swa_jax.plan.search import TRIES, XLA_OPTIONS, SearchFile, Tried, key_of, search, to_json
     from swa_jax.plan.search_text import describe_search
 
-    work = workload(settings, topology, stage)
+    work = _work(settings, topology, stage)
     results = None if out is None else SearchFile(out, key_of(work, topology))
 
     def keep(tried: Tried) -> None:
         if results is not None:
             results.add(tried)
-
-    def say(line: str) -> None:
-        typer.echo(line, err=True)
 
     try:
         found = search(
@@ -155,7 +173,7 @@ def _search(
             options=XLA_OPTIONS[: searching.options],
             known=results.tried if results else (),
             keep=keep,
-            say=say,
+            say=_say,
         )
     except KeyboardInterrupt:
         where = f"the results so far are in {out}: the same command goes on from them" if out else "nothing is kept"

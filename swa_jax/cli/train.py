@@ -71,12 +71,16 @@ def train(
             raise typer.Exit(1) from None
 
     with contextlib.nullcontext() if place is None else worker(place, timeout) as join:
+        from swa_jax.plan.choose import settled
         from swa_jax.train.config import TrainConfig
+        from swa_jax.train.earlier_run import as_begun
         from swa_jax.train.loop import train as run
 
         settings = load_config(TrainConfig, config, overrides or [])
         if join is not None:
             join(to_dict(settings))
+        first = place is None or place.process == 0
+        settings = settled(as_begun(settings), lambda line: typer.echo(line, err=True) if first else None)
         model = run(settings)
         if place is None or place.process == 0:
             typer.echo(model)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -25,25 +25,37 @@ from swa_jax.model.parameters import Parameter, declared, low_rank, map_paramete
 from swa_jax.model.sequence_order import SequenceOrder
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
+Auto = Literal["auto"]  # chosen by `plan.choose`
+AUTO: Auto = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Devices along each axis; -1, for one axis at most, takes those that remain. `data` counts one slice's."""
+    """Devices along each axis; -1, for one axis at most, takes those that remain. `data` counts one slice's.
 
-    data: int = 1  # splits rows
-    fsdp: int = -1  # splits rows, and every matrix
-    context: int = 1  # splits the tokens of a row, and every matrix
-    tensor: int = 1  # splits heads, MLP width and vocabulary
+    What is "auto" is chosen for the devices (`plan.choose`); without such a choice, `fsdp` takes what remains.
+    """
+
+    data: int | Auto = AUTO  # splits rows
+    fsdp: int | Auto = AUTO  # splits rows, and every matrix
+    context: int | Auto = AUTO  # splits the tokens of a row, and every matrix
+    tensor: int | Auto = AUTO  # splits heads, MLP width and vocabulary
     slices: int = 1  # multiplies `data`, across pods
-    expert: int = 1  # splits rows, and the experts of a layer
+    expert: int | Auto = AUTO  # splits rows, and the experts of a layer
 
     def __post_init__(self) -> None:
         for name, size in dataclasses.asdict(self).items():
-            if size < 1 and not (size == -1 and name in AXES):
+            if size != AUTO and size < 1 and not (size == -1 and name in AXES):
                 raise ConfigError(f"'mesh.{name}' must be at least 1 (or -1: what remains), got {size}")
         if [getattr(self, name) for name in AXES].count(-1) > 1:
             raise ConfigError("'mesh' has -1 for more than one axis: only one can take what remains")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The axes with what "auto" is without a choice."""
+        given = {axis: getattr(self, axis) for axis in AXES}
+        rest = 1 if -1 in given.values() else -1
+        return {axis: (rest if axis == "fsdp" else 1) if size == AUTO else size for axis, size in given.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +162,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
 
 def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, ...]:
     """Sizes along `AXES`; `data` counts the slices too."""
-    sizes = {name: getattr(config, name) for name in AXES}
+    sizes = config.sizes
     known = config.slices * math.prod(size for size in sizes.values() if size != -1)
     free = [name for name, size in sizes.items() if size == -1]
     text = f"slices {config.slices}, {_listed(sizes, ', ')}"

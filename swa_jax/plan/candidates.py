@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh
 from swa_jax.base.errors import ConfigError
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.remat import Remat
-from swa_jax.model.sharding import AXES, MeshConfig, Partition, check_batch, check_model, mesh_shape
+from swa_jax.model.sharding import AUTO, AXES, MeshConfig, Partition, check_batch, check_model, mesh_shape
 from swa_jax.train.config import TrainConfig
 
 XlaOption = tuple[str, str | bool | int]
@@ -68,6 +68,16 @@ class RunChanges(NamedTuple):
         return dataclasses.replace(config.mesh, **{axis: getattr(self, axis) for axis in AXES})
 
     @property
+    def kind(self) -> tuple[Remat, bool]:
+        """By what programs differ most."""
+        return self.remat, self.scan_layers
+
+    @property
+    def computed_again(self) -> bool:
+        """Whether the compiler is free to keep less than everything: of layers in a loop it cannot."""
+        return self.kind == ("none", False)
+
+    @property
     def devices(self) -> int:
         """Devices of one slice."""
         return math.prod(getattr(self, axis) for axis in AXES)
@@ -90,13 +100,16 @@ def present(config: TrainConfig, stage: int, devices: int) -> RunChanges:
     """
     sizes: dict[str, Any] = dict(zip(AXES, mesh_shape(config.mesh, devices), strict=True))
     sizes["data"] //= config.mesh.slices
-    pieces = config.stages[stage].accumulate
-    return RunChanges(**sizes, remat=config.remat, accumulate=pieces, scan_layers=config.scan_layers)
+    remat, unroll, _ = config.training
+    return RunChanges(**sizes, remat=remat, accumulate=config.stages[stage].pieces, scan_layers=not unroll)
 
 
-def candidates(config: TrainConfig, model: ModelConfig, stage: int, devices: int) -> Iterator[RunChanges]:
+def candidates(
+    config: TrainConfig, model: ModelConfig, stage: int, devices: int, *, pinned: bool = False
+) -> Iterator[RunChanges]:
     """All meshes of so many devices (of all slices), remat modes and pieces of the stage's batch that the run's sizes
-    allow. Every stage can be trained under each: the others keep their own pieces."""
+    allow, with a loop over the layers and without. Every stage can be trained under each: the others keep their own
+    pieces. `pinned`: only those that agree with what the configuration says, "auto" standing for anything."""
     rows = config.stages[stage].batch_size
     if devices % config.mesh.slices:
         return
@@ -105,9 +118,23 @@ def candidates(config: TrainConfig, model: ModelConfig, stage: int, devices: int
         if sizes["expert"] > 1 and not model.num_experts:
             continue  # the same as fsdp, with the weights repeated
         for accumulate in divisors(rows):
-            settings = RunChanges(**sizes, remat=REMAT[0], accumulate=accumulate, scan_layers=config.scan_layers)
+            settings = RunChanges(**sizes, remat=REMAT[0], accumulate=accumulate)
+            if pinned and not _agrees(settings, config, stage, devices):
+                continue
             if refusal(settings, config, model, stage) is None:
-                yield from (settings._replace(remat=remat) for remat in REMAT)
+                kept = [config.remat] if pinned and config.remat != AUTO else REMAT
+                loops = [config.scan_layers] if pinned and config.scan_layers != AUTO else (True, False)
+                yield from (settings._replace(remat=one, scan_layers=loop) for one in kept for loop in loops)
+
+
+def _agrees(settings: RunChanges, config: TrainConfig, stage: int, devices: int) -> bool:
+    """Whether a mesh and pieces are what the configuration says of them."""
+    given = {axis: getattr(config.mesh, axis) for axis in AXES}
+    if -1 in given.values():  # it takes what remains, so that no axis is open
+        own = present(config, stage, devices)
+        given = {axis: getattr(own, axis) for axis in AXES}
+    given["accumulate"] = config.stages[stage].accumulate
+    return all(value in (AUTO, getattr(settings, name)) for name, value in given.items())
 
 
 def refusal(settings: RunChanges, config: TrainConfig, model: ModelConfig, stage: int) -> str | None:
@@ -117,7 +144,7 @@ def refusal(settings: RunChanges, config: TrainConfig, model: ModelConfig, stage
         partition = settings.partition(config)
         check_model(model, partition)
         for number, one in enumerate(tried.stages):
-            rows = one.batch_size // one.accumulate
+            rows = one.batch_size // one.pieces
             check_batch(partition, rows, one.sequence_length, f"stages.{number}", order=config.sequence_order)
     except ConfigError as error:
         return str(error)

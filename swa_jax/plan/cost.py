@@ -20,8 +20,9 @@ Time, in sums: nothing runs beside anything else.
   memory                what the rest of a layer reads and writes, `PASSES` times what its backward pass needs; what is
                         kept, written and read; what windowed layers copy where the sequence is split (`HALO_PASSES`);
                         logits, and the optimizer's update; by the memory's bandwidth
-  weights               each piece gathers a layer's weights twice (forward, backward) and scatters their gradients;
-                        what `data` repeats is summed; between slices at the speed of their network
+  weights               each piece gathers a layer's weights twice (forward, backward) and scatters their gradients (over
+                        all devices of a slice: sums them, see `chips`); what `data` repeats is summed; between slices
+                        at the speed of their network
   keys                  full, hybrid and routed layers gather keys and values of the row (again in the backward pass,
                         but under "none") and scatter their gradients; windowed layers send a window's reach
   tensor                all-reduces of [n, d], two of a layer forward and back, and where remat computes it again
@@ -58,6 +59,12 @@ PASSES = 6.0
 # Over queries, keys, values and results of a windowed layer: what XLA does around its kernels only where the sequence
 # is split. From docs/plans (SWAT 760M).
 HALO_PASSES = 5.0
+# Times the memory's traffic of a layer that is compiled by itself: what it keeps is not copied to a stack and back. And
+# times a chip's memory, by estimate, from which the compiler brings down what keeps everything by computing some again
+# (SWAT 340M in docs/plans: 2.5 to 0.97).
+UNROLLED = {"none": 0.55}
+UNROLLED_OTHERWISE = 0.9
+COMPUTED_AGAIN = 3.0
 LOGIT_PASSES = 8.0
 UPDATE_PASSES = 8.0  # over the optimizer's f32 arrays: gradient, weight and both moments, read and written
 
@@ -75,6 +82,11 @@ class StepEstimate(NamedTuple):
     @property
     def bytes(self) -> float:
         return sum(self.bytes_by_part.values())
+
+
+def least_bytes(settings: RunChanges, size: float) -> float:
+    """What the compiler may bring an estimate down to."""
+    return size / COMPUTED_AGAIN if settings.computed_again else size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,13 +149,22 @@ class _Share(NamedTuple):
 
 def estimate(work: Workload, settings: RunChanges) -> StepEstimate:
     """Memory and time of a step of the workload's stage, by the formulas at the top of this file."""
+    share = _share(work, settings)
+    return StepEstimate(_seconds(work, share), _bytes(work, share))
+
+
+def estimate_bytes(work: Workload, settings: RunChanges) -> float:
+    """Memory alone, which needs no chip that is known."""
+    return sum(_bytes(work, _share(work, settings)).values())
+
+
+def _share(work: Workload, settings: RunChanges) -> _Share:
     partition = settings.partition(work.config)
     rows = work.stage.batch_size / partition.size("batch")
     context, heads = partition.size("sequence"), partition.size("heads")
     tokens = rows * work.stage.sequence_length / context
     held = _held(work, partition)
-    share = _Share(settings, partition, tokens, rows, settings.accumulate, context, heads, *held)
-    return StepEstimate(_seconds(work, share), _bytes(work, share))
+    return _Share(settings, partition, tokens, rows, settings.accumulate, context, heads, *held)
 
 
 # ---- weights ----
@@ -256,6 +277,7 @@ def _seconds(work: Workload, share: _Share) -> dict[str, float]:
     passes = PASSES * kept_bytes(work, "none", share.tensor, settings.expert)
     passes += 2 * kept_bytes(work, settings.remat, share.tensor, settings.expert)
     logits = share.tokens * model.vocab_size / share.tensor * 4
+    passes *= 1 if settings.scan_layers else UNROLLED.get(settings.remat, UNROLLED_OTHERWISE)
     moved = share.tokens * model.num_hidden_layers * passes + LOGIT_PASSES * logits
     if share.context > 1:
         rows = 2 * sum(_head_channels(model)) / share.tensor
@@ -297,9 +319,11 @@ def _exchange_of_weights(work: Workload, share: _Share) -> float:
     gathered = p * _local(split, share.partition) * group
     ends = p * _local(tuple(row for row in split if "vocab" in row.axes), share.partition) * group
     seconds = _ring(work, gathered * 2 - ends, group, pieces)  # embedding and head are gathered once
-    trained = p * share.trained * group
-    seconds += _ring(work, trained, group, pieces)
-    slices = work.config.mesh.slices
+    trained, slices = p * share.trained * group, work.config.mesh.slices
+    whole = group == work.devices // slices and not work.chip.scatters_whole
+    seconds += _ring(work, trained, group, (1 + whole) * pieces)
+    if group < work.devices // slices and not share.settings.scan_layers:
+        seconds *= work.chip.shown_share
     seconds += _ring(work, p * share.trained, share.settings.data, 2 * pieces)
     if slices > 1:
         seconds += pieces * 2 * p * share.trained * (slices - 1) / slices / work.chip.dcn_bytes

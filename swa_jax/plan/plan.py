@@ -8,6 +8,7 @@ report states.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import math
 import os
@@ -25,8 +26,10 @@ from jax.sharding import Mesh
 
 from swa_jax.base.chips import COMPILE_ONLY, GIB, TARGETS, Target, check_libtpu, chip_name, find_chip
 from swa_jax.base.errors import CheckpointError, ConfigError
+from swa_jax.base.settings import load_config
 from swa_jax.model.attention import kinds_of
 from swa_jax.model.cache import POOL, allocate, cache_layouts
+from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.flops import some_positions, work_by_position
 from swa_jax.model.generate import check_generation
@@ -38,7 +41,7 @@ from swa_jax.plan import hlo
 from swa_jax.plan.collectives import Collective, collectives
 from swa_jax.plan.step_time import ROUTED_SHARE, Step, StepWork, attention_of, step_flops, step_time
 from swa_jax.train.compiler import check_options
-from swa_jax.train.config import StageConfig, TrainConfig
+from swa_jax.train.config import ModelChanges, StageConfig, TrainConfig
 from swa_jax.train.optimizer import make_optimizer
 from swa_jax.train.patterns import Start, find_start, stage_patterns
 from swa_jax.train.step import TrainState, init_state, make_step
@@ -64,7 +67,7 @@ def plan(
     batch_size: int = 8,
     length: int | None = None,
 ) -> dict[str, Any]:
-    """Compile one step of a run for a topology; the report, plain JSON. Bytes are a chip's.
+    """Compile one step of a run, with nothing left open, for a topology; the report, plain JSON. Bytes are a chip's.
 
     Args:
       topology: such as "v5p:4x4x8".
@@ -80,18 +83,24 @@ def plan(
     check_stage(config, stage)
     slices = config.mesh.slices if step == "train" else 1
     devices = topology_devices(topology, slices)
-    kind = devices[0].device_kind
-    target = target_of(kind)
     start = planned_start(config)
     if step == "train":
         check_options(config.xla_options, devices[0])
-        traced = trace_training(config, config.stages[stage], start, devices)
-    else:
-        traced = trace_generation(
-            config, config.stages[stage], start, devices, step, batch_size=batch_size, length=length
-        )
+        return {"topology": topology} | plan_training(config, start, devices, stage)
+    traced = trace_generation(config, config.stages[stage], start, devices, step, batch_size=batch_size, length=length)
+    return {"topology": topology} | _report(traced, config, step, devices, slices=1)
+
+
+def plan_training(config: TrainConfig, start: Start, devices: Sequence[Any], stage: int) -> dict[str, Any]:
+    """The report on a stage's step for all the devices of a run, whether they are here or not."""
+    traced = trace_training(config, config.stages[stage], start, devices)
+    return _report(traced, config, "train", devices, config.mesh.slices)
+
+
+def _report(traced: TracedStep, config: TrainConfig, step: Step, devices: Sequence[Any], slices: int) -> dict[str, Any]:
+    kind = devices[0].device_kind
+    target = target_of(kind)
     report: dict[str, Any] = {
-        "topology": topology,
         "slices": slices,
         "chip": kind,
         "devices": len(devices),
@@ -126,9 +135,9 @@ def _counted(
     counts = hlo.executions(program, shares)
     kept: int | None = 0
     if step == "train":
-        kept = hlo.stacked_outputs(program, model.config.num_hidden_layers) if config.scan_layers else None
+        kept = hlo.stacked_outputs(program, model.config.num_hidden_layers) if not config.training.unroll else None
     sends = collectives(program, counts, mesh, slices)
-    of_model = model.config, model.pattern, model.lora, config.remat
+    of_model = model.config, model.pattern, model.lora, config.training.remat
     rows, length = traced.batch["rows"], traced.batch["length"]
     work = StepWork(step, chip_name(kind) or kind, *of_model, rows, length, mesh, slices, traced.zigzag)
     attention = attention_of(work)
@@ -210,14 +219,16 @@ def _silent_stderr() -> Iterator[None]:
 
 
 def planned_start(config: TrainConfig) -> Start:
-    """`find_start`, whose error says how to plan without a checkpoint."""
+    """`find_start`, which takes `plan_model` where the model that the run starts from is not there."""
     try:
         return find_start(config)
     except (CheckpointError, FileNotFoundError) as error:
-        raise CheckpointError(
-            f"{error}; a plan needs the model's shapes only: name a file of them with init_from=null "
-            "model=@configs/models/NAME.yaml"
-        ) from error
+        if config.plan_model is None:
+            raise CheckpointError(
+                f"{error}; a plan needs the model's shapes only: plan_model=configs/models/NAME.yaml"
+            ) from error
+    model = config.model_changes.apply(load_config(ModelConfig, config.plan_model))
+    return find_start(dataclasses.replace(config, model=model, init_from=None, model_changes=ModelChanges()))
 
 
 def trace_training(config: TrainConfig, stage: StageConfig, start: Start, devices: Sequence[Any]) -> TracedStep:
@@ -226,7 +237,7 @@ def trace_training(config: TrainConfig, stage: StageConfig, start: Start, device
     mesh = make_mesh(config.mesh, devices)
     partition = Partition(mesh, config.sharding)
     check_batch(
-        partition, stage.batch_size // stage.accumulate, stage.sequence_length, "stages", order=config.sequence_order
+        partition, stage.batch_size // stage.pieces, stage.sequence_length, "stages", order=config.sequence_order
     )
     check_model(model_config, partition)
     pattern = stage_patterns(config, start, stage)[0]  # where its steps take several in turn, the first
@@ -257,11 +268,11 @@ def trace_training(config: TrainConfig, stage: StageConfig, start: Start, device
             batch[name] = jax.ShapeDtypeStruct((*size, config.kl_top_k), dtype, sharding=rows)
     run: Any = make_step(model, optimizer, config, partition)
     held = {"parameters": (state.params, state.frozen), "optimizer": (state.optimizer, state.norm_mean), "batch": batch}
-    described = {"rows": size[0], "length": size[1], "accumulate": stage.accumulate}
+    described = {"rows": size[0], "length": size[1], "accumulate": stage.pieces}
     pieces = partition.size("sequence")
     reordered = in_zigzag(config.sequence_order, pattern, stage.sequence_length, pieces)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        program = run.trace(state, batch, stage.accumulate)
+        program = run.trace(state, batch, stage.pieces)
     return TracedStep(program, held, mesh, model, described, reordered)
 
 
@@ -279,11 +290,11 @@ def trace_generation(
     rows = batch_size
     length, model_config = length or stage.sequence_length, start.config
     pattern = stage_patterns(config, start, stage)[0]
-    split = MeshConfig(fsdp=max(config.mesh.fsdp, 1), tensor=config.mesh.tensor)
-    count = split.fsdp * split.tensor
+    fsdp, tensor = max(config.mesh.sizes["fsdp"], 1), config.mesh.sizes["tensor"]
+    split, count = MeshConfig(1, fsdp, 1, tensor), fsdp * tensor
     if count > len(devices):
         raise ConfigError(
-            f"'mesh' splits the model into {count} (fsdp {split.fsdp}, tensor {split.tensor}), but the topology has "
+            f"'mesh' splits the model into {count} (fsdp {fsdp}, tensor {tensor}), but the topology has "
             f"{len(devices)} chips"
         )
     mesh = make_mesh(split, devices[:count])

@@ -1,9 +1,8 @@
 """Searches settings for a run on given chips: estimates all by formula, compiles the best one after another.
 
 The next to be compiled is the one with the least estimated time of those whose estimated memory fits. Estimates are
-corrected on the way: by the ratio of compiled to estimated of the settings most alike. The best settings are then
-compiled without the loop over layers, and so are the best that keep everything; then XLA's own options are added one
-at a time. What helps stays.
+corrected on the way: by the ratio of compiled to estimated of the settings most alike. Then XLA's own options are added
+to the best, one at a time. What helps stays.
 """
 
 from __future__ import annotations
@@ -20,16 +19,13 @@ from swa_jax.base.errors import ConfigError
 from swa_jax.base.files import START_OVER, check_content, read_document, sum_of_json, write_json
 from swa_jax.base.settings import to_dict
 from swa_jax.plan.candidates import RunChanges, XlaOption, candidates, present, refusal
-from swa_jax.plan.cost import StepEstimate, Workload, estimate
-from swa_jax.plan.plan import check_stage, planned_start, topology_devices
+from swa_jax.plan.cost import StepEstimate, Workload, estimate, least_bytes
+from swa_jax.plan.plan import check_stage
 from swa_jax.train.compiler import check_options
 from swa_jax.train.config import TrainConfig
-from swa_jax.train.patterns import stage_patterns
+from swa_jax.train.patterns import Start, stage_patterns
 
 MARGIN = 1.1  # of a chip's memory: an estimate above it is not compiled, as long as nothing has corrected it
-# Times a chip's memory, by estimate: without the loop over layers, the compiler computes again what does not fit. That
-# has brought SWAT 340M with `remat: none` from an estimate of 2.5 times to 0.97 (docs/plans).
-COMPUTED_AGAIN = 3.0
 TRIES = 6
 NEXT_BEST = 20  # of those that were not compiled, that a report has
 
@@ -48,6 +44,7 @@ XLA_OPTIONS: tuple[tuple[XlaOption, ...], ...] = (
 )
 
 Compile = Callable[[RunChanges], dict[str, Any]]
+Say = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,20 +98,16 @@ class Found:
         return _best(self.tried)
 
 
-def workload(config: TrainConfig, topology: str, stage: int) -> Workload:
-    """What the search is for.
+def workload(config: TrainConfig, start: Start, devices: Sequence[Any], stage: int) -> Workload:
+    """What the search is for: a stage of a run, which begins with `start`, on all of `devices`.
 
     Raises:
-      ConfigError, CheckpointError: as `plan`.
+      ConfigError: as `plan`.
     """
     check_stage(config, stage)
-    devices = topology_devices(topology, config.mesh.slices)
     check_options(config.xla_options, devices[0])
-    start = planned_start(config)
-    chip = chip_name(devices[0].device_kind)
-    assert chip is not None  # `topology_devices` takes no other
     pattern = stage_patterns(config, start, config.stages[stage])[0]
-    return Workload(config, stage, start.config, pattern, chip, len(devices))
+    return Workload(config, stage, start.config, pattern, chip_name(devices[0].device_kind) or "", len(devices))
 
 
 def search(
@@ -123,15 +116,18 @@ def search(
     *,
     tries: int = TRIES,
     options: Sequence[tuple[XlaOption, ...]] = XLA_OPTIONS,
+    pinned: bool = False,
     known: Sequence[Tried] = (),
     keep: Callable[[Tried], None] = lambda tried: None,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = lambda line: None,
 ) -> Found:
-    """Compile the configuration as it stands, then what looks best, then the best without the loop and with options.
+    """Compile the configuration as it stands, then what looks best, then the best with options.
 
     Args:
       compile_one: the plan of settings; `ConfigError` where they cannot be had.
-      tries: settings that are compiled, the configuration's own included; the rest comes after them.
+      tries: settings that are compiled, the configuration's own included; options come after them.
+      pinned: try only what agrees with the configuration, "auto" standing for anything, and no longer than something
+        is expected to be faster than the best.
       known: what an earlier call has compiled, which is not compiled again.
       keep: is given each `Tried` as soon as it is known.
       say: is given a line before and one after each compilation.
@@ -141,11 +137,12 @@ def search(
     """
     stage, tried = work.stage_number, list[Tried]()
     by_settings = {one.settings: one for one in known}
-    guesses = {one: estimate(work, one) for one in candidates(work.config, work.model, stage, work.devices)}
+    settings_of_all = candidates(work.config, work.model, stage, work.devices, pinned=pinned)
+    guesses = {one: estimate(work, one) for one in settings_of_all}
+    own, refused = _as_it_stands(work)
     if not guesses:
-        raise ConfigError(
-            f"no mesh of {work.devices} devices suits the run: its heads, batch and lengths cannot be split so often"
-        )
+        none = f"no mesh of {work.devices} devices suits the run: its heads, batch and lengths cannot be split so often"
+        raise ConfigError(refused if pinned and refused else none)
 
     def run(settings: RunChanges, guess: StepEstimate) -> Tried:
         seconds, size = _corrected(settings, guess, tried)
@@ -161,19 +158,15 @@ def search(
         tried.append(found)
         return found
 
-    own, refused = _as_it_stands(work)
-    if own is not None:
+    if own is not None and not pinned:
         run(own, guesses[own])
+    if pinned and not _in_order(guesses, tried, work):  # what takes least says by how much nothing fits
+        run(least := min(guesses, key=lambda one: guesses[one].bytes), guesses[least])
     while len(tried) < tries and (order := _in_order(guesses, tried, work)):
+        best = _best(tried)
+        if pinned and best is not None and (best.seconds or 0) <= _corrected(order[0], guesses[order[0]], tried)[0]:
+            break
         run(order[0], guesses[order[0]])
-    best = _best(tried)
-    if best is not None and best.settings.scan_layers:  # every layer by itself, too, and so the best that keeps all
-        run(best.settings._replace(scan_layers=False), best.estimate)
-        most = COMPUTED_AGAIN * work.chip.hbm_gib * GIB
-        keeping = [one for one, guess in guesses.items() if one.remat == "none" and guess.bytes <= most]
-        fastest = min(keeping, key=lambda one: guesses[one].seconds, default=best.settings)
-        if guesses[fastest].seconds < best.estimate.seconds:
-            run(fastest._replace(scan_layers=False), guesses[fastest])
     for option in options:
         best = _best(tried)
         if best is None:
@@ -205,27 +198,33 @@ def _in_order(guesses: dict[RunChanges, StepEstimate], tried: list[Tried], work:
     done = {one.settings for one in tried}
     corrected = {one: _corrected(one, guess, tried) for one, guess in guesses.items() if one not in done}
     most = work.chip.hbm_gib * GIB * (1 if any(one.report for one in tried) else MARGIN)
-    return sorted((one for one in corrected if corrected[one][1] <= most), key=lambda one: corrected[one])
+    fitting = [one for one in corrected if least_bytes(one, corrected[one][1]) <= most]
+    # Estimates do not know what the way to the host's memory takes.
+    return sorted(fitting, key=lambda one: (one.remat == "offload", corrected[one]))
 
 
 def _corrected(settings: RunChanges, guess: StepEstimate, tried: Sequence[Tried]) -> tuple[float, float]:
-    """Estimated seconds and bytes times the mean ratio of what was compiled to its estimate, of those most alike."""
-    seconds = [(t.settings, t.seconds / t.estimate.seconds) for t in tried if t.seconds is not None]
-    sizes = [(t.settings, t.bytes / t.estimate.bytes) for t in tried if t.bytes is not None]
-    return guess.seconds * _ratio(settings, seconds), guess.bytes * _ratio(settings, sizes)
+    """Estimated seconds and bytes times the mean ratio of what was compiled to its estimate: seconds, of what keeps as
+    much and is compiled alike; bytes, of what is most alike."""
+    seconds = [
+        t.seconds / t.estimate.seconds for t in tried if t.seconds is not None and t.settings.kind == settings.kind
+    ]
+    # What the compiler has made to fit says nothing of others.
+    telling = [t for t in tried if not (t.settings.computed_again and t.seconds is not None)]
+    sizes = [(_likeness(settings, t.settings), t.bytes / t.estimate.bytes) for t in telling if t.bytes is not None]
+    most = max((likeness for likeness, _ in sizes), default=0)
+    return guess.seconds * _mean(seconds), guess.bytes * _mean([ratio for likeness, ratio in sizes if likeness == most])
 
 
-def _ratio(settings: RunChanges, ratios: Sequence[tuple[RunChanges, float]]) -> float:
-    """The geometric mean of those most alike; 1 where there are none."""
-    most = max((_likeness(settings, other) for other, _ in ratios), default=0)
-    alike = [math.log(ratio) for other, ratio in ratios if _likeness(settings, other) == most]
-    return math.exp(sum(alike) / len(alike)) if alike else 1.0
+def _mean(ratios: Sequence[float]) -> float:
+    """The geometric mean; 1 of none."""
+    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 1.0
 
 
 def _likeness(one: RunChanges, other: RunChanges) -> int:
-    """What two settings share of that by which programs differ most."""
+    """What two settings share of that by which their memory differs most."""
     same_axes = sum((getattr(one, axis) > 1) == (getattr(other, axis) > 1) for axis in ("expert", "context", "tensor"))
-    return same_axes + 2 * (one.remat == other.remat) + 3 * (one.scan_layers == other.scan_layers)
+    return same_axes + 2 * (one.remat == other.remat) + 3 * (one.computed_again == other.computed_again)
 
 
 def outcome(tried: Tried) -> str:

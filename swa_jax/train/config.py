@@ -10,9 +10,9 @@ from swa_jax.base.files import check_local
 from swa_jax.data.sources import SourceConfig
 from swa_jax.model.config import ModelConfig, RopeScaling
 from swa_jax.model.lora import LoraConfig
-from swa_jax.model.remat import Remat
+from swa_jax.model.remat import Remat, TrainingPass
 from swa_jax.model.sequence_order import SequenceOrder
-from swa_jax.model.sharding import MeshConfig, ShardingRules
+from swa_jax.model.sharding import AUTO, Auto, MeshConfig, ShardingRules
 from swa_jax.model.window import Window
 from swa_jax.train.compiler import XlaOptions
 from swa_jax.train.objectives import SwitchLoss
@@ -35,11 +35,16 @@ class StageConfig:
     steps: int
     sequence_length: int  # tokens a row
     batch_size: int  # rows a step, over all devices and accumulated pieces
-    accumulate: int = 1  # pieces that a step's batch is taken in, one after the other
+    accumulate: int | Auto = AUTO  # pieces that a step's batch is taken in, one after the other
     data: tuple[SourceConfig, ...] = (SourceConfig(),)
     patterns: tuple[str, ...] = ()  # recipes taken in turn, a step each, in place of the run's pattern
     sliding_window: int | None = None  # in place of the run's
     learning_rate_factor: float = 1.0  # times the optimizer's rates
+
+    @property
+    def pieces(self) -> int:
+        """`accumulate`; 1 as long as nothing else is chosen."""
+        return 1 if self.accumulate == AUTO else self.accumulate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +81,7 @@ class TrainConfig:
     stages: tuple[StageConfig, ...]
     model: ModelConfig | None = None
     init_from: str | None = None  # by any name of `checkpoint.named`
+    plan_model: str | None = None  # a file with the sizes of `init_from`'s model: for a plan before that is there
     init_optimizer: bool = False  # go on with the optimizer state of the run that made `init_from`
     model_changes: ModelChanges = dataclasses.field(default_factory=ModelChanges)  # to `init_from`'s model
     pattern: str = "full"  # a recipe, or the path of a pattern JSON
@@ -96,8 +102,8 @@ class TrainConfig:
     spike_factor: float | None = None  # skip updates whose gradient norm is this many times the running mean
     bfloat16: bool = False  # compute in bf16; what is trained and its optimiser stay f32
     save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the finished model's weights
-    remat: Remat = "none"  # what the backward pass computes again in place of keeping it
-    scan_layers: bool = True  # one loop over the layers; False compiles each for itself: slow to compile, fast to run
+    remat: Remat | Auto = AUTO  # what the backward pass computes again in place of keeping it
+    scan_layers: bool | Auto = AUTO  # one loop over the layers; False compiles each for itself
     xla_options: XlaOptions = dataclasses.field(default_factory=dict)  # beside `TPU_OPTIONS`
     seed: int = 0  # of weights, data order and dropout
     checkpoint_every: int = 500  # steps
@@ -125,13 +131,13 @@ class TrainConfig:
             raise ConfigError("'stages' is empty: name at least one, with steps, sequence_length and batch_size")
         for i, stage in enumerate(self.stages):
             for name in ("steps", "sequence_length", "batch_size", "accumulate"):
-                if getattr(stage, name) < 1:
-                    raise ConfigError(f"'stages.{i}.{name}' must be at least 1, got {getattr(stage, name)}")
+                if (value := getattr(stage, name)) != AUTO and value < 1:
+                    raise ConfigError(f"'stages.{i}.{name}' must be at least 1, got {value}")
             if not stage.learning_rate_factor > 0:
                 raise ConfigError(
                     f"'stages.{i}.learning_rate_factor' must be above 0, got {stage.learning_rate_factor:g}"
                 )
-            if stage.batch_size % stage.accumulate:
+            if stage.batch_size % stage.pieces:
                 raise ConfigError(
                     f"'stages.{i}.batch_size' = {stage.batch_size} must be a multiple of 'accumulate' = "
                     f"{stage.accumulate}"
@@ -165,6 +171,18 @@ class TrainConfig:
     def attention(self) -> str:
         """The recipe or pattern file that the run trains under."""
         return self.pattern if self.method is None else METHODS[self.method]
+
+    @property
+    def training(self) -> TrainingPass:
+        """What is kept for the backward pass, and how layers are compiled; "auto" is what costs least time."""
+        return TrainingPass("none" if self.remat == AUTO else self.remat, unroll=self.scan_layers is False)
+
+    def without_auto(self) -> TrainConfig:
+        """The same run, where nothing is left to be chosen."""
+        stages = tuple(dataclasses.replace(stage, accumulate=stage.pieces) for stage in self.stages)
+        mesh = dataclasses.replace(self.mesh, **self.mesh.sizes)
+        remat, unroll, _ = self.training
+        return dataclasses.replace(self, stages=stages, mesh=mesh, remat=remat, scan_layers=not unroll)
 
     @property
     def start_dtype(self) -> str:

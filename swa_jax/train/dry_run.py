@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
 import jax
 from flax import nnx
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.model.sharding import AXES, MeshConfig
+from swa_jax.model.sharding import AUTO, MeshConfig
 from swa_jax.train.config import TrainConfig
-from swa_jax.train.loop import check_folder, check_run, describe_stage
+from swa_jax.train.earlier_run import as_begun
+from swa_jax.train.loop import check_folder, check_run, describe_stage, make_partition
 from swa_jax.train.patterns import with_folders
 from swa_jax.train.run_checkpoints import newest_step
 
@@ -26,15 +29,25 @@ def describe_run(config: TrainConfig, devices: int | None = None) -> str:
 
     Raises `ConfigError` as `train` would before its first step.
     """
-    config = with_folders(config)
+    config = with_folders(as_begun(config))
     devices = devices or _named(config.mesh)
-    checked = check_run(config, None if devices in (None, jax.device_count()) else devices)
-    check_folder(Path(config.output), config)
+    others = None if devices in (None, jax.device_count()) else devices
+    mesh = None
+    given = dataclasses.asdict(config.mesh).values()
+    if AUTO in given and -1 not in given:
+        try:
+            make_partition(config, others)
+        except ConfigError as error:
+            mesh = f"to be chosen on TPUs; as it stands, {error}"
+            config, others = dataclasses.replace(config, mesh=MeshConfig(1, 1, 1, 1, expert=1)), 1
+    checked = check_run(config, others)
+    check_folder(Path(config.output), config.without_auto())
     done = newest_step(Path(config.output) / "checkpoints")
     start = f"goes on from step {done} of {config.total_steps}" if done else f"begins, {config.total_steps} steps"
     source = "drawn at random" if config.init_from is None else f"from {config.init_from}"
     partition = checked.partition
-    mesh = "one device" if partition is None else ", ".join(f"{k} {v}" for k, v in partition.mesh.shape.items())
+    if mesh is None:
+        mesh = "one device" if partition is None else ", ".join(f"{k} {v}" for k, v in partition.mesh.shape.items())
     lines = [
         f"run: {config.output}, {start}",
         f"model: {checked.model_config.model_type}, {_parameters(checked.model_config, checked.pattern):,} parameters, "
@@ -50,7 +63,7 @@ def describe_run(config: TrainConfig, devices: int | None = None) -> str:
 
 def _named(mesh: MeshConfig) -> int | None:
     """The devices that a mesh asks for; None where one of its axes takes what there is."""
-    sizes = [getattr(mesh, axis) for axis in AXES]
+    sizes = mesh.sizes.values()
     return None if -1 in sizes else mesh.slices * math.prod(sizes)
 
 

@@ -1,4 +1,5 @@
-"""Going on with the optimizer of an earlier run: its weights and its moments, out of its last checkpoint.
+"""What a run takes from an earlier one: what was chosen when it began itself, or the optimizer of another, with its
+weights and its moments, out of its last checkpoint.
 
 The schedule is not taken over: `optimizer.first_step` says where in it the new run begins.
 """
@@ -6,6 +7,7 @@ The schedule is not taken over: `optimizer.first_step` says where in it the new 
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,31 @@ import optax
 from swa_jax.base.errors import CheckpointError, ConfigError
 from swa_jax.base.settings import from_dict, parse_yaml
 from swa_jax.model.attention import cast_parameters
+from swa_jax.model.sharding import AUTO, MeshConfig
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.run_checkpoints import from_first_process, has_checkpoint, last_good, load_state, recorded
 from swa_jax.train.step import TrainState, abstract_state
+
+
+def as_begun(config: TrainConfig) -> TrainConfig:
+    """A run that has begun, with what was chosen for it then in place of "auto"; other devices choose their mesh."""
+    file = recorded(Path(config.output), "config.yaml")
+    if file is None or config == config.without_auto():
+        return config
+    before = from_dict(TrainConfig, parse_yaml(file.read_text(), str(file)))
+    if len(before.stages) != len(config.stages):
+        return config  # another run, which is refused
+    stages = tuple(
+        dataclasses.replace(stage, accumulate=old.accumulate) if stage.accumulate == AUTO else stage
+        for stage, old in zip(config.stages, before.stages, strict=True)
+    )
+    changes: dict[str, Any] = {
+        name: getattr(before, name) for name in ("remat", "scan_layers") if getattr(config, name) == AUTO
+    }
+    same = math.prod(before.mesh.sizes.values()) * before.mesh.slices == jax.device_count()
+    if same and config.mesh == MeshConfig(slices=config.mesh.slices):
+        changes["mesh"] = before.mesh
+    return dataclasses.replace(config, stages=stages, **changes)
 
 
 def check_earlier_run(config: TrainConfig) -> TrainConfig:

@@ -43,7 +43,7 @@ from swa_jax.model.sharding import AXES, Partition, check_batch, check_model, ma
 from swa_jax.report.progress import Progress, rate
 from swa_jax.train.compiler import check_options
 from swa_jax.train.config import TrainConfig
-from swa_jax.train.earlier_run import check_earlier_run, with_earlier_optimizer
+from swa_jax.train.earlier_run import as_begun, check_earlier_run, with_earlier_optimizer
 from swa_jax.train.optimizer import make_optimizer, warn_of_short_runs
 from swa_jax.train.patterns import check_patterns, find_start, run_pattern, stage_patterns, with_folders
 from swa_jax.train.preemption import Preempted, preemption_notices
@@ -91,7 +91,7 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
       CheckpointError: a checkpoint could not be written, or none of those that are there is good.
       Preempted: the machine is being taken away (SIGTERM); a checkpoint of the last step is on the disk.
     """
-    config = with_folders(config)
+    config = with_folders(as_begun(config)).without_auto()
     run = _prepare(config)
     meet()
     trained, frozen = trained_and_frozen(run.model)
@@ -163,8 +163,8 @@ class _Session:
             self.log.trace(step)
             batch = place_batch(next(batches), partition, stage.batch_size)
             if step < first + len(models):
-                compile_together(steps[which], state, batch, stage.accumulate)
-            state, metrics = steps[which](state, batch, stage.accumulate)
+                compile_together(steps[which], state, batch, stage.pieces)
+            state, metrics = steps[which](state, batch, stage.pieces)
             self.show(self.log.write(done, metrics, tokens, flops[which]))
             stopping = self.preempted(done)
             saving = stopping or done % config.checkpoint_every == 0 or done == end
@@ -284,8 +284,8 @@ def held_out_loss(run: TrainingRun, number: int, loss: Any, state: TrainState) -
     config, stage = run.config, run.config.stages[number]
     batches = stage_batches(config, number, run.tokenizer, run.partition, held_out=True)
     total = weight = 0.0
-    for i, batch in enumerate(itertools.islice(batches, config.validation_batches * stage.accumulate)):
-        placed = place_batch(batch, run.partition, stage.batch_size // stage.accumulate)
+    for i, batch in enumerate(itertools.islice(batches, config.validation_batches * stage.pieces)):
+        placed = place_batch(batch, run.partition, stage.batch_size // stage.pieces)
         if i == 0:
             compile_together(loss, state.params, state.frozen, placed)
         nll, weights = loss(state.params, state.frozen, placed)
@@ -303,7 +303,7 @@ def make_partition(config: TrainConfig, devices: int | None = None) -> Partition
         return None
     partition = Partition(mesh, config.sharding)
     for number, stage in enumerate(config.stages):
-        rows = stage.batch_size // stage.accumulate
+        rows = stage.batch_size // stage.pieces
         check_batch(partition, rows, stage.sequence_length, f"stages.{number}", order=config.sequence_order)
     return partition
 

@@ -46,7 +46,7 @@ def stage_batches(
 ) -> Batches:
     """What a stage trains on, without end; or the documents that it holds out, once, in batches of one piece's rows."""
     stage = config.stages[number]
-    rows = stage.batch_size // (stage.accumulate if held_out else 1)
+    rows = stage.batch_size // (stage.pieces if held_out else 1)
     return make_batches(
         stage.data,
         tokenizer,

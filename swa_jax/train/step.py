@@ -17,7 +17,6 @@ from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.loss import Teacher, next_token_targets
-from swa_jax.model.remat import TrainingPass
 from swa_jax.model.sequence_order import in_zigzag, zigzag
 from swa_jax.model.sharding import Partition, constrain, state_shardings
 from swa_jax.train.compiler import compiler_options
@@ -156,7 +155,7 @@ def make_loss(
             positions=positions,
             full_from=batch.get("full_from") if model.pattern.full_attention_decode else None,
             partition=layout,
-            training=TrainingPass(config.remat, not config.scan_layers, dropout_key),
+            training=config.training._replace(dropout_key=dropout_key),
         )
         tokens = model.token_loss(hidden, targets, weights, teacher=teacher, partition=partition)
 

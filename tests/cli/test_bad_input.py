@@ -139,7 +139,10 @@ def test_a_dry_run_looks_at_everything_and_writes_nothing(file, tmp_path):
     assert "mesh: data 1, fsdp 2, expert 1, context 1, tensor 1" in said
     assert "nothing was trained" in said
     sentence = "batch_size / accumulate = 6 cannot be split in 4 (data 1 x fsdp 4)"
-    assert sentence in fails("train", file, "--dry-run", "--devices", 4)
+    assert sentence in fails("train", file, "--dry-run", "--devices", 4, "mesh.fsdp=-1")
+    assert f"to be chosen on TPUs; as it stands, 'stages.0': {sentence}" in run(
+        "train", file, "--dry-run", "--devices", 4
+    )
     assert fails("train", file, "--dry-run", "stages.0.data.0.files=[absent]").startswith("data files 'absent'")
     again = _write(tmp_path / "again.yaml", yaml.safe_load(run("train", file, "--print-config", "seed=7")))
     assert load_config(TrainConfig, again) == load_config(TrainConfig, file, ["seed=7"])
@@ -192,6 +195,7 @@ def test_a_mesh_that_does_not_divide(file, tmp_path, monkeypatch, overrides, sen
         return jax.sharding.AbstractMesh(mesh_shape(config, 4), AXES)
 
     monkeypatch.setattr(swa_jax.train.loop, "make_mesh", four)
+    monkeypatch.setattr(swa_jax.plan.choose, "settled", lambda config, say: config)  # for the device that is here
     assert fails("train", file, *overrides).startswith(sentence)
     assert not (tmp_path / "run").exists()
 

@@ -72,13 +72,18 @@ ADDED = {
     "python -m scripts.faults plant": ["--list"],  # hours
     "python -m scripts.faults draw": ["--list"],
     # One small layer; the pattern of qwen3-8b.yaml is for 36.
+    "swa-jax compile configs/bosch/qwen3-8b.yaml": [
+        "init_from=null",
+        "model=@configs/models/qwen3-8b.yaml",
+        "pattern=window",
+    ],
+    "swa-jax compile configs/swiattn/cpt-32k.yaml": ["init_from=null", "model=@configs/models/swiattn-1.5b.yaml"],
     "swa-jax compile": [
         "model.num_hidden_layers=1",
         "model.hidden_size=256",
         "model.intermediate_size=256",
         "model.vocab_size=1024",
     ],
-    "swa-jax compile configs/bosch/qwen3-8b.yaml": ["pattern=window"],
     "swa-jax evaluate ruler": ["--lengths", "1152"],  # the last one counts: room for the lists of words
     # A few prompts of a model that was made in one step tell nothing.
     "swa-jax adapt": ["--force"],

@@ -37,7 +37,7 @@ def test_a_missing_checkpoint_says_how_to_plan_without_it(tmp_path):
     file = tmp_path / "run.yaml"
     settings = to_dict(run()) | {"model": None, "init_from": str(tmp_path / "nothing")}
     file.write_text(json.dumps(settings))
-    assert "init_from=null model=@configs/models/NAME.yaml" in fails("compile", file, "--topology", "v5e:2x2")
+    assert "plan_model=configs/models/NAME.yaml" in fails("compile", file, "--topology", "v5e:2x2")
 
 
 def test_v7x_is_another_name_of_tpu7x():
@@ -48,7 +48,7 @@ def test_v7x_is_another_name_of_tpu7x():
 @pytest.mark.parametrize("fits", [True, False])
 def test_the_exit_status_says_whether_it_fits(fits, monkeypatch, tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text(json.dumps(to_dict(run())))
+    file.write_text(json.dumps(to_dict(run(mesh={"fsdp": -1}).without_auto())))
     monkeypatch.setattr("swa_jax.plan.plan.plan", lambda *_, **__: {"memory": {"fits": fits}})
     monkeypatch.setattr("swa_jax.plan.text.describe", lambda report: "the plan")
     assert command_line.run("compile", file, "--topology", "v5e:2x2", status=0 if fits else 1) == "the plan\n"

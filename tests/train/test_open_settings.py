@@ -1,0 +1,52 @@
+"""What a run leaves open ("auto") is chosen when it begins, written down, and kept when it goes on."""
+
+import pytest
+import yaml
+from command_line import run
+from training_runs import losses
+
+SHAPE = {"sequence_length": 32, "batch_size": 4}
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+
+
+@pytest.fixture
+def file(tmp_path, byte_tokenizer):
+    (tmp_path / "text.txt").write_text("One of the special magic numbers for brave-otter is: 4821673.\n" * 40)
+    data = [{"files": [f"{tmp_path}/text.txt"]}]
+    settings = {"output": f"{tmp_path}/run", "tokenizer": str(byte_tokenizer), "model": MODEL, "checkpoint_every": 1}
+    stages = [{"steps": 1, **SHAPE, "data": data}, {"steps": 2, **SHAPE, "data": data}]
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(settings | {"stages": stages}))
+    return file
+
+
+@pytest.mark.parametrize(("free", "remat", "pieces"), [(0, "layer", 4), (1e12, "none", 1)])
+def test_it_is_chosen_by_the_memory_at_hand_and_kept_where_that_changes(free, remat, pieces, file, monkeypatch):
+    monkeypatch.setattr("swa_jax.plan.choose.free_memory", lambda: free)
+    said = run("train", file, "stages.1.steps=1")
+    assert ("chosen to fit into the memory" in said) == (free == 0)
+    recorded = yaml.safe_load((file.parent / "run/config.yaml").read_text())
+    assert (recorded["remat"], recorded["scan_layers"]) == (remat, True)
+    assert [stage["accumulate"] for stage in recorded["stages"]] == [pieces, pieces]
+    assert "auto" not in recorded["mesh"].values()
+    monkeypatch.setattr("swa_jax.plan.choose.free_memory", lambda: 1e12 - free)
+    assert "'stages' differs" in run("train", file, status=2)  # another number of steps, and nothing else
+    run("train", file, "stages.1.steps=1")
+    assert len(losses(file.parent / "run")) == 2
+
+
+def test_what_is_pinned_stays(file, monkeypatch):
+    monkeypatch.setattr("swa_jax.plan.choose.free_memory", lambda: 0)
+    run("train", file, "remat=attention", "stages.0.accumulate=2")
+    recorded = yaml.safe_load((file.parent / "run/config.yaml").read_text())
+    assert recorded["remat"] == "attention"
+    assert [stage["accumulate"] for stage in recorded["stages"]] == [2, 4]
