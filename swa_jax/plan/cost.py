@@ -20,9 +20,9 @@ Time, in sums: nothing runs beside anything else.
   memory                what the rest of a layer reads and writes, `PASSES` times what its backward pass needs; what is
                         kept, written and read; what windowed layers copy where the sequence is split (`HALO_PASSES`);
                         logits, and the optimizer's update; by the memory's bandwidth
-  weights               each piece gathers a layer's weights twice (forward, backward) and scatters their gradients (over
-                        all devices of a slice: sums them, see `chips`); what `data` repeats is summed; between slices
-                        at the speed of their network
+  weights               each piece gathers a layer's weights twice (forward, backward) and scatters their gradients;
+                        over all devices of a slice it sums them (see `chips`), and so what `data` repeats; between
+                        slices at the speed of their network
   keys                  full, hybrid and routed layers gather keys and values of the row (again in the backward pass,
                         but under "none") and scatter their gradients; windowed layers send a window's reach
   tensor                all-reduces of [n, d], two of a layer forward and back, and where remat computes it again
