@@ -11,6 +11,8 @@ from sized_models import goldens, write_model
 
 from swa_jax.checkpoint.hf_import import import_model
 
+pytest.register_assert_rewrite("engine_answers")
+
 
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory):

@@ -62,7 +62,7 @@ def run(
     length: int,
     batched_tokens: int,
     turn: list[int] | None = None,
-    blocks: int | None = None,
+    blocks: int = 256,
     dtype: str = "float32",
 ) -> dict:
     """What the engine answers to `prompts`; then to the same prompts once more, and to what a user says to its answers,
@@ -72,7 +72,7 @@ def run(
       new_tokens: greedy tokens that are asked for.
       length, batched_tokens: `--max-model-len` and `--max-num-batched-tokens`.
       turn: what a user says to each answer; without it there is no next turn.
-      blocks: of the whole cache; None: as many as the memory has.
+      blocks: of the whole cache.
 
     Returns:
       logprobs: of each prompt's tokens but the first; tokens, second, next_turn: the new ones, each time;
@@ -144,6 +144,9 @@ if __name__ == "__main__":
     os.dup2(2, 1)  # what vLLM prints goes where its errors go
     _count_blocks()
     _note_put_aside()
+    # vLLM collects garbage eight times an engine: with all that is imported, four times as long as all the rest.
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
     for line in sys.stdin:
         try:
             said = run(**json.loads(line))
