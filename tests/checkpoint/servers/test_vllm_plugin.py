@@ -6,6 +6,7 @@ turn of a conversation, whose first answer is in the cache.
 
 import os
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.checkpoint.named import model_folder
 from swa_jax.checkpoint.served_cache import Memory, modules
 from swa_jax.checkpoint.servers import SERVERS
+from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.model.layer_types import FULL, HYBRID, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
@@ -36,6 +38,7 @@ WINDOW_SIZE, BATCHED, NEW = 24, 64, 8
 _RNG = np.random.default_rng(1)
 # An answer begins in one block and ends in the next.
 PROMPTS = [_RNG.integers(3, 130, length).tolist() for length in (380, 252)]
+LICENSE = Path(__file__).parents[3] / "LICENSE"  # a text
 TURN = _RNG.integers(3, 130, 40).tolist()
 SINKS, DECODE = {"num_sink_tokens": 3}, {"full_attention_decode": True}
 PATTERNS = {
@@ -51,11 +54,21 @@ FAMILIES = sorted(SERVERS["vllm-plugin"].classes)
 
 
 def pattern_of(kind: str, layers: int) -> AttentionPattern:
-    letters, options = PATTERNS[kind]
+    return made_pattern(*PATTERNS[kind], layers, WINDOW_SIZE)
+
+
+def made_pattern(letters: str, options: dict, layers: int, window: int) -> AttentionPattern:
     row = (letters * layers)[:layers]
     types = tuple({"F": FULL, "w": WINDOW, "h": HYBRID}[letter] for letter in row)
     heads = tuple((layer // 2 % 2,) if letter == "h" else () for layer, letter in enumerate(row))
-    return AttentionPattern(types, WINDOW_SIZE, full_kv_heads=heads, **options)
+    return AttentionPattern(types, window, full_kv_heads=heads, **options)
+
+
+def granted_bytes(said, config, pattern) -> int:
+    """What the engine's planner grants a sequence, at 2 bytes a number."""
+    every = config.num_hidden_layers * config.common_kv_heads
+    module = every // sum(modules(pattern, config.common_kv_heads))  # in KV heads
+    return granted_entries(said)[0] * module * 2 * config.head_dim * 2
 
 
 @pytest.mark.parametrize("kind", PATTERNS)
@@ -70,11 +83,8 @@ def test_the_plugin_computes_what_we_do_in_the_memory_that_we_say(family, kind, 
     memory = Memory(source.config, source.hf_config, LENGTH, "vllm-plugin", BATCHED)
     assert memory.blocks.tokens == said["block_tokens"]
     full, windowed = modules(pattern, source.config.num_key_value_heads)
-    granted = granted_entries(said)
-    assert granted == counted_entries(memory, full, windowed, WINDOW_SIZE, pattern.num_sink_tokens)
-    heads, channels = source.config.common_kv_heads, source.config.head_dim
-    module = heads // ((full + windowed) // pattern.num_layers)  # in KV heads
-    assert memory.bytes(pattern) == granted[0] * 2 * module * channels * 2
+    assert granted_entries(said) == counted_entries(memory, full, windowed, WINDOW_SIZE, pattern.num_sink_tokens)
+    assert memory.bytes(pattern) == granted_bytes(said, source.config, pattern)
     whole = -(-LENGTH // memory.blocks.tokens)
     for group in said["groups"]:
         assert (group["granted"][0] < whole) == (group["window"] is not None)
@@ -159,19 +169,33 @@ def test_another_version_is_refused_in_a_sentence():
     assert allowed.returncode == 0, allowed.stderr
 
 
-@pytest.mark.parametrize("name", ["recall", "smollm2"])
-def test_real_models(name, plugin_engine, tmp_path):
-    """Sink tokens with single full heads, of a prompt of 14 windows and the turn after its answer."""
+@pytest.mark.parametrize(
+    ("name", "letters", "options", "share"),
+    [
+        ("recall", "wwwh", SINKS, 0.5),
+        ("smollm2", "wwwF", DECODE, 1),
+        ("smollm2", "wwwF", SINKS, 0.6),
+        ("smollm2", "wwwh", {}, 0.4),
+        ("smollm2", "whwF", SINKS | DECODE, 1),
+    ],
+    ids=("recall-sinks and heads", "smollm2-decode", "smollm2-sinks", "smollm2-heads", "smollm2-all"),
+)
+def test_real_models(name, letters, options, share, plugin_engine, tmp_path):
+    """A prompt of 14 windows, and the turn after its answer; `share`: most of full attention's cache that it takes."""
     folder = model_folder(name if name == "recall" else real_model(name))
     source = open_checkpoint(folder)
-    layers, length = source.config.num_hidden_layers, 1024
-    heads = tuple((0,) if layer % 4 == 3 else () for layer in range(layers))
-    types = tuple(HYBRID if full else WINDOW for full in heads)
-    pattern = AttentionPattern(types, 64, num_sink_tokens=4, full_kv_heads=heads)
+    length = 1024
+    pattern = made_pattern(letters, options, source.config.num_hidden_layers, 64)
     export = export_model(folder, tmp_path / "export", pattern=pattern, server="vllm-plugin", canary=False)
-    prompts = [np.random.default_rng(0).integers(10, 100, length - 100).tolist()]
+    prompts = [list(load_tokenizer(folder).encode(LICENSE.read_text()))[: length - 100]]
     said = plugin_engine(export, prompts, length, 64, NEW, TURN)
     check_answers(load_model(folder, pattern=pattern, dtype="float32"), prompts, said, TURN)
     memory = Memory(source.config, source.hf_config, length, "vllm-plugin", 64)
-    granted = granted_entries(said)[0] * 2 * source.config.head_dim * 2  # of one KV head
-    assert memory.bytes(pattern) == granted < 0.5 * memory.full
+    module = (
+        source.config.num_key_value_heads
+        * source.config.num_hidden_layers
+        // sum(modules(pattern, source.config.num_key_value_heads))
+    )
+    granted = granted_entries(said)[0] * 2 * module * source.config.head_dim * 2
+    assert memory.bytes(pattern) == granted <= share * memory.full
+    assert held_as_granted(said)
