@@ -106,6 +106,16 @@ def test_a_request_that_is_put_aside_answers_the_same(kind, blocks, plugin_engin
     assert said["tokens"] == generate(load_model(source.folder, pattern=pattern), prompts, max_new_tokens=20)
 
 
+def test_without_the_block_of_sinks_nothing_is_taken_over(plugin_engine, checkpoints, tmp_path):
+    """The blocks of the window are still in the cache; what is seen of the sinks has to be computed again."""
+    source = open_checkpoint(checkpoints("llama"))
+    pattern = pattern_of("sinks everywhere", source.config.num_hidden_layers)
+    folder = export_model(source.folder, tmp_path / "hf", pattern=pattern, server="vllm-plugin", canary=False)
+    said = plugin_engine(folder, PROMPTS, LENGTH, BATCHED, NEW, forget=True)
+    assert said["reused"] == [0] * len(PROMPTS)
+    assert said["second"] == said["tokens"]
+
+
 @pytest.mark.parametrize(
     ("kind", "change"),
     [
