@@ -67,6 +67,7 @@ def run(
     blocks: int = 256,
     forget: bool = False,
     dtype: str = "float32",
+    ranks: int = 1,
 ) -> dict:
     """What the engine answers to `prompts`; then to the same prompts once more, and to what a user says to its answers,
     both from its cache of prefixes.
@@ -76,6 +77,7 @@ def run(
       length, batched_tokens: `--max-model-len` and `--max-num-batched-tokens`.
       turn: what a user says to each answer; without it there is no next turn.
       blocks: of the whole cache.
+      ranks: `--tensor-parallel-size`.
       forget: take the first block of every request out of the cache of prefixes before they are asked once more.
 
     Returns:
@@ -90,6 +92,7 @@ def run(
         folder,
         skip_tokenizer_init=True,
         dtype=dtype,
+        tensor_parallel_size=ranks,
         max_model_len=length,
         max_num_batched_tokens=batched_tokens,
         enable_chunked_prefill=True,

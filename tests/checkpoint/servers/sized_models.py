@@ -39,13 +39,13 @@ def _longer(factors: list[float], channels: int) -> list[float]:
     return np.interp(np.linspace(0, 1, channels), np.linspace(0, 1, len(factors)), factors).round(3).tolist()
 
 
-def write_model(case: str, folder: Path, layers: int | None = None) -> Path:
+def write_model(case: str, folder: Path, layers: int | None = None, **sizes: int) -> Path:
     """A golden model at `SIZES`, its tensors drawn so that products have the golden ones' size, as a folder.
 
-    `layers`: another number of them, like the golden ones in turn.
+    `layers`: another number of them, like the golden ones in turn; `sizes` in place of some of `SIZES`.
     """
     hf = read_json(GOLDEN / case / "config.json")
-    hf |= SIZES | {key: value for key, value in EXPERTS.items() if key in hf}
+    hf |= SIZES | sizes | {key: value for key, value in EXPERTS.items() if key in hf}
     own = hf["num_hidden_layers"]
     hf["num_hidden_layers"] = layers or own
     rope = hf.get("rope_parameters", {})

@@ -4,6 +4,7 @@ Five families, each with every kind of pattern: prompts in chunks, once more fro
 turn of a conversation, whose first answer is in the cache.
 """
 
+import importlib
 import os
 import subprocess
 from pathlib import Path
@@ -21,12 +22,13 @@ from engine_answers import (
 )
 from engine_process import ENVIRONMENT, PLUGIN
 from real_models import real_model
-from sized_models import LENGTH
+from sized_models import LENGTH, write_model
 
 from swa_jax import generate, load_model
 from swa_jax.base.files import read_json, write_json
 from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.checkpoint.hf_export import export_model
+from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.named import model_folder
 from swa_jax.checkpoint.served_cache import Memory, modules
 from swa_jax.checkpoint.servers import SERVERS
@@ -104,6 +106,23 @@ def test_a_request_that_is_put_aside_answers_the_same(kind, blocks, plugin_engin
     assert said["block_tokens"] == 128
     assert said["put_aside"] > 0
     assert said["tokens"] == generate(load_model(source.folder, pattern=pattern), prompts, max_new_tokens=20)
+
+
+def test_tensor_parallelism(plugin_engine, tmp_path, monkeypatch):
+    """Full KV heads in twos, wherever they are: each of two ranks has one. Counts of 2 and 1 are refused."""
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    source = import_model(write_model("llama3-rope", tmp_path / "hf", 4, **sizes), tmp_path / "ours")
+    full = ((0, 3), (1, 2), (), ())
+    pattern = AttentionPattern((HYBRID, HYBRID, WINDOW, FULL), WINDOW_SIZE, full_kv_heads=full, **SINKS)
+    folder = export_model(source, tmp_path / "export", pattern=pattern, server="vllm-plugin", canary=False)
+    said = plugin_engine(folder, PROMPTS, LENGTH, BATCHED, NEW, TURN, ranks=2)
+    check_answers(load_model(source, pattern=pattern), PROMPTS, said, TURN)
+
+    monkeypatch.syspath_prepend(PLUGIN)
+    theirs = importlib.import_module("swa_jax_vllm.pattern").Pattern
+    written = read_json(folder / "config.json")["swa_pattern"]
+    with pytest.raises(NotImplementedError, match=r"size 2 does not divide .* take a divisor of 1"):
+        theirs.read(written | {"full_kv_heads": [[0, 3], [1], [], []]}, 4, 4).order(0, 4, 2)
 
 
 def test_without_the_block_of_sinks_nothing_is_taken_over(plugin_engine, checkpoints, tmp_path):
