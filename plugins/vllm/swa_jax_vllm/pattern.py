@@ -48,8 +48,8 @@ class Pattern:
             raise ValueError(f"config.json: swa_pattern is of {len(types)} layers, the model has {layers}")
         if unknown := set(types) - {FULL, WINDOW, HYBRID}:
             raise ValueError(f"config.json: swa_pattern has layer_types {sorted(unknown)}, which do not run here")
-        if any(not 0 <= head < kv_heads for heads in full for head in heads):
-            raise ValueError(f"config.json: swa_pattern names KV heads that the model has not: it has {kv_heads}")
+        if any(len(set(heads) & set(range(kv_heads))) < len(heads) for heads in full):
+            raise ValueError(f"config.json: swa_pattern names a KV head twice, or one that is not below {kv_heads}")
         return cls(**values)
 
     def rules(self, layer: int, kv_heads: int) -> list[Rule]:
