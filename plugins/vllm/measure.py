@@ -32,14 +32,12 @@ def answer(llm: LLM, prompts: list[list[int]], new_tokens: int) -> tuple[int, fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="+", help="exports; the first is what the others are compared with")
-    for name, value in (
-        ("prompt-tokens", 1536),
-        ("requests", 4),
-        ("new-tokens", 64),
-        ("batched-tokens", 256),
-        ("runs", 3),
-    ):
+    sizes = {"prompt-tokens": 1536, "requests": 4, "new-tokens": 64, "batched-tokens": 256, "runs": 3}
+    for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"default: {value}")
+    parser.add_argument(
+        "--enforce-eager", action="store_true", help="as of `vllm serve`: a quick start, slower answers"
+    )
     given = parser.parse_args()
     draw = random.Random(0)
     prompts = [[draw.randrange(10, 100) for _ in range(given.prompt_tokens)] for _ in range(given.requests)]
@@ -51,6 +49,7 @@ def main() -> None:
             max_model_len=given.prompt_tokens + given.new_tokens,
             max_num_batched_tokens=given.batched_tokens,
             enable_prefix_caching=False,
+            enforce_eager=given.enforce_eager,
             disable_log_stats=True,
         )
         groups = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups

@@ -22,13 +22,19 @@ def engine(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def plugin_engine(tmp_path_factory):
-    """vLLM with our plug-in, as that is installed."""
+def plugin(tmp_path_factory):
+    """A folder in which our plug-in is installed."""
     folder = tmp_path_factory.mktemp("plugin")
     source = shutil.copytree(PLUGIN, folder / "source")  # whose build leaves files
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*install, "--target", folder / "installed", source], check=True)
-    with engine_process(folder / "log", folder / "installed") as ask:
+    return folder / "installed"
+
+
+@pytest.fixture(scope="session")
+def plugin_engine(plugin):
+    """vLLM with our plug-in."""
+    with engine_process(plugin.with_name("log"), plugin) as ask:
         yield ask
 
 

@@ -6,6 +6,7 @@ turn of a conversation, whose first answer is in the cache.
 
 import importlib
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -185,6 +186,21 @@ def test_without_the_plugin_it_is_refused(engine, checkpoints, tmp_path):
     command = [os.environ["SERVERS_PYTHON"], "-c", LOAD, *folders]
     loaded = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
     assert [family for family in FAMILIES if f"model type `swa_jax_{family}`" in loaded.stdout] == FAMILIES
+
+
+def test_what_exports_hold_is_measured(plugin, checkpoints, tmp_path):
+    """With sink tokens a request holds two of four blocks, the first and the last, or for a while three."""
+    source = open_checkpoint(checkpoints("llama"))
+    layers = source.config.num_hidden_layers
+    patterns = {"full": AttentionPattern((FULL,) * layers), "sinks": pattern_of("sinks everywhere", layers)}
+    options = {"server": "vllm-plugin", "canary": False}
+    folders = [export_model(source.folder, tmp_path / name, pattern=one, **options) for name, one in patterns.items()]
+    sizes = ["--prompt-tokens", "460", "--new-tokens", "40", "--batched-tokens", "64", "--runs", "1"]
+    command = [os.environ["SERVERS_PYTHON"], PLUGIN / "measure.py", *folders, *sizes, "--enforce-eager"]
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(plugin)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    said = re.findall(r"(\w+): (\d+) blocks, .* \((.*)\)", done.stdout)
+    assert said == [("full", "16", "100.0%"), ("sinks", "9", "56.2%")], done.stderr
 
 
 def test_another_version_is_refused_in_a_sentence():
