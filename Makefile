@@ -42,7 +42,7 @@ test-models: venv ## the tests on real models; `SHORT=1` leaves out what takes m
 	$(PYTEST) -m "models$(if $(SHORT), and not long)"
 
 test-servers: venv $(SERVERS)/.installed ## exports of every family in vLLM's own engine, on the CPU (minutes; installs 3 GB)
-	SERVERS_PYTHON=$(SERVERS)/bin/python $(PYTEST) tests/checkpoint/servers
+	$(QUICK) SERVERS_PYTHON=$(SERVERS)/bin/python $(PYTEST) tests/checkpoint/servers
 
 $(SERVERS)/.installed: tests/checkpoint/servers/requirements.txt
 	@python3.11 -c 'import ensurepip, venv' 2>/dev/null || \

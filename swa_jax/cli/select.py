@@ -19,6 +19,7 @@ from swa_jax.cli.options import (
     WindowGiven,
     check_window,
     find_model,
+    in_pattern,
     load_checkpoint,
     panel,
     parse_mesh,
@@ -60,6 +61,7 @@ def select(
     kind: PromptKind,
     window: WindowGiven,
     running: Running,
+    heads_in: Annotated[int, in_pattern(metavar="N", help="KV heads that stay together, as 2 or 4.", min=1)] = 1,
     mesh: Mesh = None,
     **own: Any,
 ) -> None:
@@ -76,9 +78,9 @@ def select(
     source = open_checkpoint(folder)
     config = source.config
     whole = window.as_window.of(source.pattern.window)
-    ratio = budget.ratio_of(method.chooses, config, source.hf_config, kind.length, whole)
     bare = cast("Decoder", source)  # its config is what methods by place read
-    task = Task(bare, [], whole, running.batch_size, examples.seed, partition=partition, force=written.force)
+    task = Task(bare, [], whole, running.batch_size, examples.seed, heads_in, partition=partition, force=written.force)
+    ratio = budget.ratio_of(method.chooses, config, source.hf_config, kind.length, whole, heads_in)
     task.report = functools.partial(typer.echo, err=True)
     if method.name not in BY_PLACE:
         task.model, tokenizer = load_checkpoint(folder, running.dtype, partition)
@@ -100,7 +102,8 @@ def _command(method: Method) -> Callable[..., None]:
         general(method=method, **given)
 
     parameters = dict(inspect.signature(general).parameters)
-    for name in ("method", "own", *([] if method.meshes else ["mesh"])):
+    idle = {"mesh": method.meshes, "heads_in": method.chooses == "KV heads"}
+    for name in ("method", "own", *(name for name, used in idle.items() if not used)):
         del parameters[name]
     own = map(_option, method.options.values())
     run.__signature__ = inspect.Signature([*parameters.values(), *own])  # type: ignore[attr-defined]

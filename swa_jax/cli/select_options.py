@@ -157,13 +157,22 @@ class Budget(Counted):
             raise ConfigError(f"--kv-budget is {self.kv_budget:g}: give a share above 0 and at most 1")
 
     def ratio_of(
-        self, unit: str, config: ModelConfig, hf_config: Mapping[str, Any], length: int, window: Window
+        self,
+        unit: str,
+        config: ModelConfig,
+        hf_config: Mapping[str, Any],
+        length: int,
+        window: Window,
+        heads_in: int = 1,
     ) -> float:
-        """The share that is windowed, in a pattern with this window; `length` is that of the prompts."""
+        """The share that is windowed, in a pattern with this window; `length` is that of the prompts.
+
+        `heads_in`: KV heads that stay together.
+        """
         if self.ratio is not None:
             return self.ratio
         from swa_jax.checkpoint.served_cache import most_within
-        from swa_jax.select.heads import head_mask, head_pattern, heuristic_mask
+        from swa_jax.select.heads import head_mask, head_pattern, heuristic_mask, single_heads
 
         heads = config.common_kv_heads if unit == "KV heads" else 1
         total = config.num_hidden_layers * heads
@@ -171,10 +180,11 @@ class Budget(Counted):
             memory = self.memory(config, hf_config, length)
 
             def make(full: int) -> AttentionPattern:
-                mask = heuristic_mask("interleave", config.num_hidden_layers, heads, 1 - full / total)
-                return head_pattern(mask, window)
+                share = 1 - full * heads_in / total
+                mask = heuristic_mask("interleave", config.num_hidden_layers, heads // heads_in, share)
+                return head_pattern(single_heads(mask, heads_in), window)
 
-            pattern = most_within(memory, self.kv_budget, total, make)
+            pattern = most_within(memory, self.kv_budget, total // heads_in, make)
             full = int(head_mask(pattern, heads).sum())
             typer.echo(
                 f"{full} of {total} {unit} stay full: with them the cache of {memory.length} tokens takes "

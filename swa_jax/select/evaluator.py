@@ -24,6 +24,7 @@ from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import OWN, Window
 from swa_jax.select.content import score_store
 from swa_jax.select.gates import gate_gradient
+from swa_jax.select.heads import single_heads
 from swa_jax.select.separation import By
 
 
@@ -38,6 +39,7 @@ class MaskEvaluator:
     """`evaluator(full [L, K] bool) -> Score`: a teacher-forced pass over the examples. A repeated mask costs nothing.
 
     Args:
+      heads_in: neighbouring KV heads that masks have together; K counts groups of so many.
       window: that of the windowed heads; what it does not give is the model's own.
       by: "loss" scores a mask by the geometric mean of the probabilities of the answers' tokens, an example's mean
         counting as one. The paper's accuracy says nothing where a model gets few answers right, or all of them.
@@ -56,12 +58,14 @@ class MaskEvaluator:
         window: Window = OWN,
         *,
         by: By = "answers",
+        heads_in: int = 1,
         batch_size: int = 8,
         file: Path | None = None,
         weights: str | None = None,
     ):
         self.window = window.of(model.pattern.window)
-        self.shape = (model.config.num_hidden_layers, model.config.common_kv_heads)
+        self.heads_in = heads_in
+        self.shape = (model.config.num_hidden_layers, model.config.common_kv_heads // heads_in)
         self.num_examples, self.by = len(examples), by
         self._config = model.config
         self._pattern = AttentionPattern((HYBRID,) * self.shape[0], **self.window.fields)
@@ -81,14 +85,14 @@ class MaskEvaluator:
         return self._known.seconds
 
     def __call__(self, full: np.ndarray) -> Score:
-        key = _key(full)
+        key = _key(single_heads(full, self.heads_in))
         if key not in self._known.records:
             self._known.add(key, score=self._evaluate(full), seconds=self.seconds)
         return Score(*self._known.records[key]["score"])
 
     def answers(self, full: np.ndarray) -> AnswerScores:
         """The scores of every single example under a mask. They are not written to the file."""
-        heads = tuple(tuple(np.flatnonzero(row).tolist()) for row in full)
+        heads = tuple(tuple(np.flatnonzero(row).tolist()) for row in single_heads(full, self.heads_in))
         data = layer_data(dataclasses.replace(self._pattern, full_kv_heads=heads), self._config, (HYBRID,))
         nll, right = np.empty(self.num_examples), np.empty(self.num_examples, bool)
         for index, batch in self._batches:
@@ -99,7 +103,9 @@ class MaskEvaluator:
 
     def gate_gradient(self, full: np.ndarray) -> np.ndarray:
         """How fast the answers' loss falls as each head that is not full is opened: [L, K] f64, nats a token."""
-        return gate_gradient(self._graph, self._weights, self._batches, full) / self.num_examples
+        whole = single_heads(full, self.heads_in)
+        found = gate_gradient(self._graph, self._weights, self._batches, whole) / self.num_examples
+        return found.reshape(*full.shape, self.heads_in).sum(-1)
 
     def _evaluate(self, full: np.ndarray) -> Score:
         nll, right = self.answers(full)

@@ -29,6 +29,11 @@ def windowed_count(ratio: float, heads: int) -> int:
     return math.ceil(ratio * heads - 1e-9)  # 0.7 * 10 is a little over 7 in floating point
 
 
+def single_heads(full: np.ndarray, heads_in: int) -> np.ndarray:
+    """The mask [L, K * heads_in] of KV heads that a mask [L, K] of groups of neighbours stands for."""
+    return full.repeat(heads_in, axis=1)
+
+
 def head_pattern(full: np.ndarray, window: Window, provenance: Mapping[str, Any] = {}) -> AttentionPattern:
     """The pattern of a mask [L, K]: layers whose heads agree are full or windowed, the others per-head hybrids."""
     kinds = tuple(FULL if row.all() else HYBRID if row.any() else WINDOW for row in full)

@@ -110,7 +110,7 @@ def _masks(task: Task, by: By) -> MaskEvaluator:
     from swa_jax.select.evaluator import MaskEvaluator
 
     options: dict[str, Any] = {"batch_size": task.batch_size, "file": task.file, "weights": task.weights}
-    evaluate = MaskEvaluator(task.model, task.examples, task.window, by=by, **options)
+    evaluate = MaskEvaluator(task.model, task.examples, task.window, by=by, heads_in=task.heads_in, **options)
     if evaluate.num_evaluations:
         task.report(f"{task.file}: found {evaluate.num_evaluations} masks here, going on")
     _check_told(task, by, evaluate.window)
@@ -210,7 +210,7 @@ def _static(task: Task, ratios: Sequence[float], *, method: Any) -> Ranking:
     scores = static_scores(task.model, task.examples, method, task.window, **options)
     if (scores == scores[0, 0]).all():
         task.refuse("every head has the same score")
-    return rank_heads(scores, larger_is_local=method in LARGER_IS_LOCAL)
+    return rank_heads(scores, larger_is_local=method in LARGER_IS_LOCAL, heads_in=task.heads_in)
 
 
 def _gates(
@@ -231,7 +231,7 @@ def _gates(
             seed=task.seed,
             progress=task.progress,
         )
-        mask, said = rank_heads(scores, larger_is_local=False).first(ratio)
+        mask, said = rank_heads(scores, larger_is_local=False, heads_in=task.heads_in).first(ratio)
         found.append((mask, said | {"steps": steps}))
     return found
 
@@ -242,11 +242,15 @@ def _by_place(task: Task, ratios: Sequence[float], *, kind: Any) -> list[Chosen]
     return [(heuristic_mask(kind, *task.shape, ratio, task.seed), {}) for ratio in ratios]
 
 
-def rank_heads(scores: np.ndarray, *, larger_is_local: bool) -> Ranking:
-    """KV heads by scores [L, K], the most local last (BOSCH, Section B.3); of equals the lower are windowed first."""
-    order = _ranked((scores if larger_is_local else -scores).ravel())[::-1]
-    pairs = [tuple(map(int, np.unravel_index(place, scores.shape))) for place in order]
-    return Ranking(pairs, scores.shape, {"scores": scores.tolist(), "larger_is_local": larger_is_local})
+def rank_heads(scores: np.ndarray, *, larger_is_local: bool, heads_in: int = 1) -> Ranking:
+    """KV heads by scores [L, K], the most local last (BOSCH, Section B.3); of equals the lower are windowed first.
+
+    Of `heads_in` neighbours that stay together the mean counts.
+    """
+    means = scores.reshape(len(scores), -1, heads_in).mean(-1)
+    order = _ranked((means if larger_is_local else -means).ravel())[::-1]
+    pairs = [tuple(map(int, np.unravel_index(place, means.shape))) for place in order]
+    return Ranking(pairs, means.shape, {"scores": scores.tolist(), "larger_is_local": larger_is_local})
 
 
 def _ranked(scores: np.ndarray) -> list[int]:
@@ -368,19 +372,21 @@ def choose(method: str, task: Task, ratios: Sequence[float], **options: Any) -> 
       ConfigError: an unknown method, a ratio outside [0, 1], examples that tell nothing (unless `task.force`), or what
         the method itself refuses.
     """
-    from swa_jax.select.heads import head_pattern
+    from swa_jax.select.heads import head_pattern, single_heads
 
     begin = time.monotonic()
     found = rank(method, task, ratios, **options)
     masks = [found.first(ratio) for ratio in ratios] if isinstance(found, Ranking) else found
     patterns = []
-    for (full, said), ratio in zip(masks, ratios, strict=True):
+    for (groups, said), ratio in zip(masks, ratios, strict=True):
+        full = single_heads(groups, task.heads_in)
         provenance = {
             "method": method,
             "ratio": ratio,
             "data": task.data,
             "num_examples": len(task.examples),
             "seed": task.seed,
+            **({"heads_in": task.heads_in} if task.heads_in > 1 else {}),
             "seconds": round(time.monotonic() - begin, 1),
             **({"windowed_heads": int((~full).sum())} if full.shape[1] > 1 else {}),
             **said,

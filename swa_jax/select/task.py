@@ -31,6 +31,8 @@ class Task:
       examples: what to choose by.
       window: of the windowed layers or heads, in the patterns and while those methods choose that run the model with
         windows; what it does not give is the model's own.
+      heads_in: KV heads that stay full or windowed together, neighbours in a layer. The plug-in for vLLM then has fewer
+        and larger modules of attention to run.
       data: what the examples are, for the provenance; seed: how they were drawn, and the seed of the method.
       file: where a search keeps its scores, so that an interrupted one goes on; weights: for that file, the sum of the
         weights, as in `content_key`.
@@ -44,6 +46,7 @@ class Task:
     window: Window
     batch_size: int = 8
     seed: int = 0
+    heads_in: int = 1
     data: str = ""
     file: Path | None = None
     weights: str | None = None
@@ -55,11 +58,13 @@ class Task:
 
     def __post_init__(self) -> None:
         self.window = self.window.of(self.model.pattern.window)
+        if self.heads_in > 1 and (heads := self.model.config.common_kv_heads) % self.heads_in:
+            raise ConfigError(f"--heads-in {self.heads_in} does not divide the {heads} KV heads of a layer")
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(L, K): layers, and KV heads in each."""
-        return self.model.config.num_hidden_layers, self.model.config.common_kv_heads
+        """(L, K): layers, and groups of `heads_in` KV heads in each."""
+        return self.model.config.num_hidden_layers, self.model.config.common_kv_heads // self.heads_in
 
     def ends(self, window: Window) -> tuple[AnswerScores, AnswerScores]:
         """The scores of the examples under full attention, and under this window in every layer; computed once."""

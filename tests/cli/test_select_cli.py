@@ -127,7 +127,8 @@ def test_every_method_has_the_same_options_and_its_own():
     assert {f"--{name}" for name in common.split()} <= shared
     own = {name: {f"--{one.replace('_', '-')}" for one in METHODS[name].options} for name in METHODS}
     for name, flags in options.items():
-        assert flags - shared == own[name] | ({"--mesh"} if METHODS[name].meshes else set())
+        some = {"--mesh": METHODS[name].meshes, "--heads-in": METHODS[name].chooses == "KV heads"}
+        assert flags - shared == own[name] | {option for option, has in some.items() if has}
     assert own["bosch"] == {"--iterations", "--optimizer", "--by"}
     assert own["kl"] == own["interleave"] == set()
 

@@ -52,7 +52,7 @@ def test_a_saturated_model_is_not_taken_for_another(tmp_path):
     assert again.num_evaluations == 2
 
 
-HOW = {"batch_size", "toggles_at_once", "partition", "file", "weights"}  # scores are made: not which they are
+HOW = {"batch_size", "toggles_at_once", "partition", "heads_in", "file", "weights"}  # made, not which
 
 
 @pytest.mark.parametrize("scorer", [MaskEvaluator, LayerScorer])

@@ -12,7 +12,7 @@ from planted import KV_HEADS, LAYERS, WINDOW_SIZE, planted_examples, planted_mod
 from swa_jax.adapt.search import EFFORTS, Point, Search, fitting
 from swa_jax.adapt.tasks import EvalTask
 from swa_jax.base.errors import ConfigError
-from swa_jax.checkpoint.served_cache import Memory
+from swa_jax.checkpoint.served_cache import Memory, modules
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
 from swa_jax.select import gates
@@ -110,6 +110,33 @@ def test_of_equal_layers_the_lower_one_stays_full(model, monkeypatch):
     Scorer.mean[0] = np.nan
     with pytest.raises(ConfigError, match="finite"):
         choose("nll", task, [0.5])
+
+
+TWOS = ((2, 0), (2, 1), (5, 2), (5, 3), (3, 0), (3, 1), (6, 2), (6, 3))
+
+
+@pytest.mark.parametrize("name", ["nll-heads", "kl", pytest.param("bosch-swaps", marks=pytest.mark.slow)])
+def test_heads_in_twos_are_found(name):
+    """Neighbours stay full together, so that the plug-in's modules have two heads."""
+    model = planted_model(heads=tuple((c, *head) for c, head in enumerate(TWOS)))
+    task = Task(model, planted_examples(), Window(WINDOW_SIZE), batch_size=8, heads_in=2)
+    (found,) = choose(name, task, [0.75])
+    assert {(layer, head) for layer, heads in enumerate(found.full_kv_heads) for head in heads} == set(TWOS)
+    assert modules(found, KV_HEADS) == (4, 12)
+    with pytest.raises(ConfigError, match="--heads-in 3 does not divide the 4 KV heads of a layer"):
+        Task(model, [], Window(WINDOW_SIZE), heads_in=3)
+
+
+def test_heads_in_twos_within_a_budget(planted, tmp_path):
+    """Planted singly, they cannot all be had in twos; what is chosen comes in twos, and takes what was asked for."""
+    options = ["--window", WINDOW_SIZE, "--batch-size", 8, "--kv-budget", 0.35, "--serve-length", 128]
+    run("select", "nll-heads", "x", *options, "--heads-in", 2, "--out", tmp_path / "p.json")
+    found = AttentionPattern.from_json(tmp_path / "p.json")
+    mask = head_mask(found, KV_HEADS)
+    assert (mask[:, ::2] == mask[:, 1::2]).all()
+    assert found.provenance["heads_in"] == 2
+    assert 0.29 < Memory(planted_model().config, {}, 128).share(found) <= 0.35
+    assert "--heads-in" not in run("select", "nll-gradient", "--help")
 
 
 def test_an_unknown_method_names_the_nearest(model):

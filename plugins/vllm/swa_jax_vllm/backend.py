@@ -123,8 +123,10 @@ def _sinks(base: type[AttentionBackend], rule: Rule) -> type:
 
         def forward(self, layer, query, key, value, kv_cache, metadata, output, *rest, **named):
             if metadata is not None:
-                prompts = metadata.prompt_lengths if rule.full_answers else None
-                sinks.attend(query, kv_cache, metadata, prompts, rule, self.scale, output)
+                if not hasattr(metadata, "rows"):  # the first layer of a group finds them for all
+                    prompts = metadata.prompt_lengths if rule.full_answers else None
+                    metadata.rows = sinks.rows_of(metadata, prompts, rule, kv_cache.shape[2])
+                sinks.attend(query, kv_cache, metadata.rows, self.scale, output)
             return output
 
     return Implementation

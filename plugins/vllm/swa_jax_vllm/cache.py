@@ -8,6 +8,8 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, Slid
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry, register_kv_cache_spec
 
+from swa_jax_vllm.config import NO_WINDOW
+
 KVCacheSpecRegistry._ensure_registered()  # vLLM's own kinds come in only while none is known
 
 
@@ -92,6 +94,11 @@ class SinkWindowSpec(SlidingWindowSpec):
     @property
     def sink_blocks(self) -> int:
         return cdiv(self.num_sink_tokens, self.block_size)
+
+    @property
+    def num_retained_tokens(self) -> int:
+        """All of them: a worker of vLLM 0.33 would take what lies before the window out of its tables, sinks too."""
+        return NO_WINDOW
 
     def max_admission_blocks_per_request(self, *args, **kwargs) -> int:
         return super().max_admission_blocks_per_request(*args, **kwargs) + self.sink_blocks

@@ -13,43 +13,35 @@ from swa_jax_vllm.pattern import Pattern, Rule
 
 
 class PatternAttention(nn.Module):
-    """Attention of one layer by the pattern, in place of the `attn` of a layer's attention."""
+    """Attention of one layer by the pattern, in place of the `attn` of a layer's attention.
+
+    Its KV heads lie module by module (`Pattern.rules`, `Pattern.order`).
+    """
 
     def __init__(self, attention: nn.Module, pattern: Pattern, layer: int, vllm_config: VllmConfig):
         super().__init__()
         stock = attention.attn
-        self.num_kv_heads, group = stock.num_kv_heads, stock.num_heads // stock.num_kv_heads
-        if any(pattern.full_kv_heads) and self.num_kv_heads != attention.total_num_kv_heads:
-            raise NotImplementedError("swa-jax-vllm: single full KV heads do not run with tensor parallelism")
-        parts = pattern.parts(layer, self.num_kv_heads)
+        rules = pattern.rules(layer, attention.total_num_kv_heads)
         self.attentions = nn.ModuleList(
             RuledAttention(
-                part.rule,
-                len(part.heads) * group,
+                rule,
+                stock.num_heads // len(rules),
                 stock.head_size,
                 attention.scaling,
-                num_kv_heads=len(part.heads),
+                num_kv_heads=stock.num_kv_heads // len(rules),
                 cache_config=vllm_config.cache_config,
                 quant_config=stock.quant_config,
-                prefix=stock.layer_name if len(parts) == 1 else f"{stock.layer_name}_{i}",
+                prefix=stock.layer_name if len(rules) == 1 else f"{stock.layer_name}_{i}",
             )
-            for i, part in enumerate(parts)
+            for i, rule in enumerate(rules)
         )
-        order = torch.tensor([head for part in parts for head in part.heads])  # [K]
-        self.register_buffer("order", order, persistent=False)
-        self.register_buffer("back", order.argsort(), persistent=False)
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Of rotated queries [T, H D] with keys and values [T, K D]; as the queries."""
         if len(self.attentions) == 1:
             return self.attentions[0](query, key, value)
-        ordered = (x.unflatten(-1, (self.num_kv_heads, -1))[:, self.order] for x in (query, key, value))
-        pieces = zip(*(x.chunk(len(self.attentions), 1) for x in ordered), strict=True)
-        seen = [
-            attend(*(x.flatten(1) for x in piece)).unflatten(-1, (attend.num_kv_heads, -1))
-            for attend, piece in zip(self.attentions, pieces, strict=True)
-        ]
-        return torch.cat(seen, 1)[:, self.back].flatten(1)
+        pieces = zip(*(x.chunk(len(self.attentions), -1) for x in (query, key, value)), strict=True)
+        return torch.cat([attend(*piece) for attend, piece in zip(self.attentions, pieces, strict=True)], -1)
 
 
 class RuledAttention(Attention):

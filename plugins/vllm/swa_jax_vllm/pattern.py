@@ -22,13 +22,6 @@ class Rule(NamedTuple):
         return self.window is None or not (self.num_sink_tokens or self.full_answers)
 
 
-class Part(NamedTuple):
-    """Some KV heads of a layer that attend by one rule."""
-
-    heads: tuple[int, ...]
-    rule: Rule
-
-
 @dataclass(frozen=True)
 class Pattern:
     """The fields are those of swa-jax's `AttentionPattern`."""
@@ -55,21 +48,42 @@ class Pattern:
             raise ValueError(f"config.json: swa_pattern is of {len(types)} layers, the model has {layers}")
         if unknown := set(types) - {FULL, WINDOW, HYBRID}:
             raise ValueError(f"config.json: swa_pattern has layer_types {sorted(unknown)}, which do not run here")
-        if any(not 0 <= head < kv_heads for heads in full for head in heads):
-            raise ValueError(f"config.json: swa_pattern names KV heads that the model has not: it has {kv_heads}")
+        if any(len(set(heads) & set(range(kv_heads))) < len(heads) for heads in full):
+            raise ValueError(f"config.json: swa_pattern names a KV head twice, or one that is not below {kv_heads}")
         return cls(**values)
 
-    def parts(self, layer: int, kv_heads: int) -> list[Part]:
-        """How the KV heads of a layer attend.
+    def rules(self, layer: int, kv_heads: int) -> list[Rule]:
+        """What the KV heads of a layer see, module by module, full ones first.
 
-        The parts of all layers have one size. Caches of one size are handed out without padding.
+        The modules of all layers have equally many heads. Caches of one size are handed out without padding.
         """
+        size = self._module(kv_heads)
         full = Rule(full_answers=self.full_attention_decode)
         window = Rule(self.sliding_window, self.num_sink_tokens, self.full_attention_decode)
-        kind = self.layer_types[layer]
-        whole = set(range(kv_heads)) if kind == FULL else set(self.full_kv_heads[layer])
-        size = math.gcd(kv_heads, *map(len, self.full_kv_heads))
-        parts = []
-        for heads, rule in ((sorted(whole), full), (sorted(set(range(kv_heads)) - whole), window)):
-            parts += [Part(tuple(heads[i : i + size]), rule) for i in range(0, len(heads), size)]
-        return parts
+        whole = kv_heads if self.layer_types[layer] == FULL else len(self.full_kv_heads[layer])
+        return [full] * (whole // size) + [window] * ((kv_heads - whole) // size)
+
+    def order(self, layer: int, kv_heads: int, ranks: int) -> list[int]:
+        """The KV heads of a layer as they should lie: those of each rank together, there the full ones first.
+
+        Raises:
+          NotImplementedError: the modules cannot be cut into so many equal parts.
+        """
+        size = self._module(kv_heads)
+        if size % ranks:
+            raise NotImplementedError(
+                f"swa-jax-vllm: --tensor-parallel-size {ranks} does not divide the number of full KV heads of every "
+                f"layer that has some: take a divisor of {size}"
+            )
+        full = sorted(self.full_kv_heads[layer])
+        kinds = full, sorted(set(range(kv_heads)) - set(full))
+        return [
+            head
+            for rank in range(ranks)
+            for heads in kinds
+            for head in heads[rank * len(heads) // ranks : (rank + 1) * len(heads) // ranks]
+        ]
+
+    def _module(self, kv_heads: int) -> int:
+        """KV heads of a module."""
+        return math.gcd(kv_heads, *map(len, self.full_kv_heads))

@@ -11,6 +11,8 @@ from sized_models import goldens, write_model
 
 from swa_jax.checkpoint.hf_import import import_model
 
+pytest.register_assert_rewrite("engine_answers")
+
 
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory):
@@ -21,7 +23,7 @@ def engine(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def plugin(tmp_path_factory):
-    """The folder of our plug-in, as that is installed."""
+    """A folder in which our plug-in is installed."""
     folder = tmp_path_factory.mktemp("plugin")
     source = shutil.copytree(PLUGIN, folder / "source")  # whose build leaves files
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
@@ -30,9 +32,9 @@ def plugin(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def plugin_engine(plugin, tmp_path_factory):
+def plugin_engine(plugin):
     """vLLM with our plug-in."""
-    with engine_process(tmp_path_factory.mktemp("plugin_engine") / "log", plugin) as ask:
+    with engine_process(plugin.with_name("log"), plugin) as ask:
         yield ask
 
 

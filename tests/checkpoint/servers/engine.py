@@ -16,7 +16,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 
 HELD = defaultdict(list)  # by request: the most blocks that each group held of it
-FIRST = {}  # by request: whether each group still held its first block when it was last given some
+FIRST = {}  # by request: the number of the first block in each group when it was last given some; None: no longer held
 PUT_ASIDE = []  # requests whose blocks were taken away, to be computed again
 
 
@@ -28,7 +28,9 @@ def _count_blocks() -> None:
         given = allocate(self, request, *args, **kwargs)
         managers = self.coordinator.single_type_managers
         first = [m.req_to_blocks[request.request_id][:1] for m in managers]
-        FIRST[request.request_id] = [any(not block.is_null for block in blocks) for blocks in first]
+        FIRST[request.request_id] = [
+            next((block.block_id for block in blocks if not block.is_null), None) for blocks in first
+        ]
         now = [sum(not block.is_null for block in m.req_to_blocks[request.request_id]) for m in managers]
         before = HELD[request.request_id] or [0] * len(now)
         HELD[request.request_id] = [max(pair) for pair in zip(before, now, strict=True)]
@@ -62,8 +64,10 @@ def run(
     length: int,
     batched_tokens: int,
     turn: list[int] | None = None,
-    blocks: int | None = None,
+    blocks: int = 256,
+    forget: bool = False,
     dtype: str = "float32",
+    ranks: int = 1,
 ) -> dict:
     """What the engine answers to `prompts`; then to the same prompts once more, and to what a user says to its answers,
     both from its cache of prefixes.
@@ -72,7 +76,9 @@ def run(
       new_tokens: greedy tokens that are asked for.
       length, batched_tokens: `--max-model-len` and `--max-num-batched-tokens`.
       turn: what a user says to each answer; without it there is no next turn.
-      blocks: of the whole cache; None: as many as the memory has.
+      blocks: of the whole cache.
+      ranks: `--tensor-parallel-size`.
+      forget: take the first block of every request out of the cache of prefixes before they are asked once more.
 
     Returns:
       logprobs: of each prompt's tokens but the first; tokens, second, next_turn: the new ones, each time;
@@ -86,6 +92,7 @@ def run(
         folder,
         skip_tokenizer_init=True,
         dtype=dtype,
+        tensor_parallel_size=ranks,
         max_model_len=length,
         max_num_batched_tokens=batched_tokens,
         enable_chunked_prefill=True,
@@ -100,12 +107,15 @@ def run(
     FIRST.clear()
     PUT_ASIDE.clear()
     outputs = llm.generate(asked, SamplingParams(**wanted, prompt_logprobs=0), use_tqdm=False)
+    core = llm.llm_engine.engine_core.engine_core
     held, first, put_aside = list(HELD.values()), list(FIRST.values()), len(PUT_ASIDE)
+    if forget:
+        known = {number for numbers in first for number in numbers if number is not None}
+        core.scheduler.kv_cache_manager.block_pool.evict_blocks(known)
     second = llm.generate(asked, SamplingParams(**wanted), use_tqdm=False)
     said = [[*out.prompt_token_ids, *out.outputs[0].token_ids, *turn] for out in outputs] if turn else []
     said = [{"prompt_token_ids": prompt} for prompt in said]
     next_turn = llm.generate(said, SamplingParams(**wanted, logprobs=0), use_tqdm=False) if said else []
-    core = llm.llm_engine.engine_core.engine_core
     groups = core.scheduler.kv_cache_config.kv_cache_groups
     answer = {
         "logprobs": [
@@ -131,7 +141,7 @@ def run(
         ],
         "block_tokens": groups[0].kv_cache_spec.block_size,
         "held": held,
-        "first": first,
+        "first": [[number is not None for number in numbers] for numbers in first],
         "put_aside": put_aside,
     }
     del llm, core
@@ -144,6 +154,9 @@ if __name__ == "__main__":
     os.dup2(2, 1)  # what vLLM prints goes where its errors go
     _count_blocks()
     _note_put_aside()
+    # vLLM collects garbage eight times an engine: with all that is imported, four times as long as all the rest.
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
     for line in sys.stdin:
         try:
             said = run(**json.loads(line))

@@ -48,7 +48,7 @@ def write_model(case: str, folder: Path, layers: int | None = None, **changes: A
       changes: keys of `config.json`.
     """
     hf = read_json(GOLDEN / case / "config.json") | changes
-    hf |= SIZES | {key: value for key, value in EXPERTS.items() if key in hf}
+    hf |= SIZES | {key: value for key, value in EXPERTS.items() if key in hf} | changes
     own = hf["num_hidden_layers"]
     hf["num_hidden_layers"] = layers or own
     rope = hf.get("rope_parameters", {})
