@@ -90,8 +90,8 @@ def vllm_plugin(hf):
     pattern = runpy.run_path(PLUGIN / "pattern.py")["Pattern"].read(
         hf["swa_pattern"], hf["num_hidden_layers"], kv_heads
     )
-    layers = [pattern.parts(layer, kv_heads) for layer in range(hf["num_hidden_layers"])]
-    return [next((part.rule.window for part in parts if part.rule.window), None) for parts in layers]
+    layers = [pattern.rules(layer, kv_heads) for layer in range(hf["num_hidden_layers"])]
+    return [next((rule.window for rule in rules if rule.window), None) for rules in layers]
 
 
 def tpu_inference(hf):
