@@ -37,10 +37,7 @@ ROUNDED = {"apertus": 3e-2}  # vLLM computes the parameters of xIELU in bfloat16
 WRONG = {  # in vLLM 0.32.0 itself
     "laguna": "on a CPU it routes by softmax alone",
     "gpt_oss": "on a CPU it gives NaN, with full attention too",
-    **dict.fromkeys(
-        ("mellum-full", "mellum-its own"),  # its own layers are full, too
-        "it adds num_nextn_predict_layers = None to a number; 0.33.0 does not",
-    ),
+    "mellum": "it adds num_nextn_predict_layers = None to a number; 0.33.0 does not",
 }
 
 
