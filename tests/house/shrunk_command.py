@@ -97,6 +97,7 @@ NOT_RUN = {
     "pip install": "nothing is downloaded in tests",
     "python checkpoints/qwen3-vllm/check_server.py": "there is no server; tests/checkpoint plants some",
     "python -m pytest -n 8": "it needs an NVIDIA GPU",
+    "swa-jax export checkpoints/qwen3 checkpoints/qwen3-gguf": "llama.cpp has no tokenizer such as the stand-in's",
     "python -m scripts.goldens": "it needs torch and transformers",
     "swa-jax evaluate harness": "lm-evaluation-harness is no dependency, and its tasks fetch data",
 }

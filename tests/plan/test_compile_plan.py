@@ -59,7 +59,7 @@ def test_the_exit_status_says_whether_it_fits(fits, monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_a_training_step(tmp_path):
     file, out = tmp_path / "run.yaml", tmp_path / "plan.json"
-    file.write_text(json.dumps(to_dict(run(mesh={"fsdp": 4, "context": 2}))))
+    file.write_text(json.dumps(to_dict(run(mesh={"fsdp": 4, "context": 2}, scan_layers=True))))
     said = command_line.run("compile", file, "--topology", "v5e:2x4", "--out", out)
     report = json.loads(out.read_text())
     assert "FITS" in said
