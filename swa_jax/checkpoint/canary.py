@@ -145,10 +145,10 @@ def choose_size(
         room = min(room, after - 1)  # every text has LongRoPE's short factors
     elif after is not None and room > after:
         shortest = max(shortest, after + 1)
-    for answers, first_only in ((True, False), (True, True), (False, True)):
+    for answered, first_only in ((True, False), (True, True), (False, True)):
         for probes, texts, windows in SIZES:
             length = min(max(int(windows * window), SHORTEST), room)
-            prompt = prompt_length(pattern, shortest, min(length, 2 * window), room) if answers else None
+            prompt = prompt_length(pattern, shortest, min(length, 2 * window), room) if answered else None
             size = Size(probes, texts * probes, length, first_only, prompt)
             if length >= 2 and size.operations(config, readings) <= budget:
                 return size
