@@ -8,11 +8,14 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def line_process(script: str, log: Path, *arguments: str):
-    """A function from an object to what the script answers to it."""
+def line_process(script: str, log: Path, *arguments: str, **variables: str):
+    """A function from an object to what the script answers to it; `variables` are added to its environment."""
     command = [os.environ["SERVERS_PYTHON"], str(Path(__file__).with_name(script)), *arguments]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with log.open("w") as errors, subprocess.Popen(command, stderr=errors, **pipes) as process:
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(command, stderr=errors, env=os.environ | variables, **pipes) as process,
+    ):
 
         def ask(**asked):
             process.stdin.write(json.dumps(asked) + "\n")
