@@ -6,11 +6,9 @@ with the arguments of `run`; each line that it writes is what `run` returned, or
 
 import copy
 import gc
-import json
-import os
-import sys
 from collections import defaultdict
 
+from line_answers import answer_lines
 from vllm import LLM, SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -150,16 +148,9 @@ def run(
 
 
 if __name__ == "__main__":
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what vLLM prints goes where its errors go
     _count_blocks()
     _note_put_aside()
     # vLLM collects garbage eight times an engine: with all that is imported, four times as long as all the rest.
     gc.freeze()
     gc.freeze = gc.unfreeze = lambda: None
-    for line in sys.stdin:
-        try:
-            said = run(**json.loads(line))
-        except Exception as error:  # a server's refusal is an answer, whatever its class
-            said = {"refused": f"{type(error).__name__}: {error}"}
-        print(json.dumps(said), file=answers, flush=True)
+    answer_lines(run)

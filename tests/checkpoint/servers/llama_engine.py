@@ -4,12 +4,10 @@ The interpreter of `make test-servers` runs this file as it does `engine.py`, wh
 values are f32, and attention is not the fused one, which on a CPU rounds to f16.
 """
 
-import json
-import os
 import re
-import sys
 
 import xllamacpp
+from line_answers import answer_lines
 
 
 def run(
@@ -55,11 +53,4 @@ def run(
 
 
 if __name__ == "__main__":
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what llama.cpp prints goes where its errors go
-    for line in sys.stdin:
-        try:
-            said = run(**json.loads(line))
-        except Exception as error:  # a server's refusal is an answer, whatever its class
-            said = {"refused": f"{type(error).__name__}: {error}"}
-        print(json.dumps(said), file=answers, flush=True)
+    answer_lines(run)
