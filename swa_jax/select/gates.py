@@ -1,14 +1,18 @@
-"""Learned gates: a number for each KV head that mixes full and window attention, trained until it is 0 or 1.
+"""Learned gates: a number for each KV head, or layer, that mixes full and window attention, trained to be 0 or 1.
 
-As in work of 2026 on hybrids (ConSA, FlashMorph): the model's weights stay, and gradients of the answers' loss say
-which heads need full attention, all heads at once. With o_full and o_window what a head says under each,
+As in work of 2026 on hybrids (ConSA, arXiv:2606.18056; FlashMorph, arXiv:2606.30562): the model's weights stay, and
+gradients of the answers' loss say which heads need full attention, all heads at once. With o_full and o_window what a
+head says under each,
 
     o = o_window + g (o_full - o_window),    g = min(1, max(0, 1.2 sigmoid((a + log u - log(1 - u)) / b) - 0.1)),
 
 u uniform in (0, 1): the hard concrete distribution (Louizos, Welling, Kingma: "Learning Sparse Neural Networks through
-L0 Regularization", 2018), whose gates are often just 0 or 1, so that heads are judged as they will run. To the loss is
-added the squared difference of the expected share of open gates from the share asked for. The heads of largest a stay
-full.
+L0 Regularization", 2018), whose gates are often just 0 or 1, so that heads are judged as they will run. The budget is
+a constraint, that the expected share of open gates is the share asked for, kept by an augmented Lagrangian (ConSA):
+
+    loss + m c + (r / 2) c^2,    c = share of open gates - share asked for,    m grows by c after each step.
+
+The heads, or layers, of largest a stay full.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ LOW, HIGH = -0.1, 1.1  # gates are stretched to here and cut at 0 and 1
 TEMPERATURE = 2 / 3  # b
 START = 2.0  # of a: nearly full attention
 LEARNING_RATE = 0.2
-PENALTY = 20.0  # weight of the squared difference of shares
+PENALTY = 40.0  # r
 GATE = 0.25  # of the heads that `gate_gradient` ranks
 
 
@@ -49,15 +53,16 @@ def gate_logits(
     window: Window,
     *,
     full_share: float,
+    whole_layers: bool = False,
     steps: int = 200,
     batch_size: int = 8,
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> np.ndarray:
-    """a of every KV head [L, K] float64; the larger, the more full attention is needed.
+    """a of every KV head [L, K] float64, or of every layer [L, 1]; the larger, the more full attention is needed.
 
     Args:
-      full_share: of the KV heads, that will stay full.
+      full_share: of the KV heads, or layers, that will stay full.
       steps: of Adam, each on one batch of examples, in turn.
       seed: of the gates' noise.
 
@@ -69,11 +74,13 @@ def gate_logits(
     graph, weights = nnx.split(model.with_pattern(pattern))
     batches = [batch for _, batch in answer_batches(examples, batch_size, pattern.full_attention_decode)]
     optimizer = optax.adam(LEARNING_RATE)
-    logits = jnp.full((config.num_hidden_layers, config.common_kv_heads), START)
-    state = optimizer.init(logits)
+    logits = jnp.full((config.num_hidden_layers, 1 if whole_layers else config.common_kv_heads), START)
+    state, multiplier = optimizer.init(logits), jnp.zeros(())
     for step in range(steps):
         key = jax.random.fold_in(jax.random.key(seed), step)
-        gradient = _gradient(logits, graph, weights, batches[step % len(batches)], full_share, key)
+        batch = batches[step % len(batches)]
+        gradient, excess = _gradient(logits, graph, weights, batch, full_share, multiplier, key)
+        multiplier += excess
         updates, state = optimizer.update(gradient, state)
         logits = optax.apply_updates(logits, updates)
         progress(step + 1, steps)
@@ -82,16 +89,26 @@ def gate_logits(
 
 @functools.partial(jax.jit, static_argnames=("graph",))
 def _gradient(
-    logits: jax.Array, graph: Any, weights: nnx.State, batch: AnswerBatch, full_share: jax.Array, key: jax.Array
-) -> jax.Array:
-    def objective(logits: jax.Array) -> jax.Array:
+    logits: jax.Array,
+    graph: Any,
+    weights: nnx.State,
+    batch: AnswerBatch,
+    full_share: jax.Array,
+    multiplier: jax.Array,
+    key: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The objective's gradient by the logits, and c."""
+
+    def objective(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        model: Decoder = nnx.merge(graph, weights)
         noise = jax.random.logistic(key, logits.shape)
         gates = jnp.clip(LOW + (HIGH - LOW) * jax.nn.sigmoid((logits + noise) / TEMPERATURE), 0, 1)
-        open_share = jax.nn.sigmoid(logits - TEMPERATURE * math.log(-LOW / HIGH)).mean()
-        loss = gated_loss(nnx.merge(graph, weights), gates, batch).mean()
-        return loss + PENALTY * jnp.square(open_share - full_share)
+        gates = jnp.broadcast_to(gates, (len(gates), model.config.most_kv_heads))
+        excess = jax.nn.sigmoid(logits - TEMPERATURE * math.log(-LOW / HIGH)).mean() - full_share
+        loss = gated_loss(model, gates, batch).mean()
+        return loss + multiplier * excess + PENALTY / 2 * jnp.square(excess), excess
 
-    return jax.grad(objective)(logits)
+    return jax.grad(objective, has_aux=True)(logits)
 
 
 def gated_loss(
@@ -100,6 +117,7 @@ def gated_loss(
     batch: AnswerBatch,
     *,
     through: jax.Array | None = None,
+    clean: jax.Array | None = None,
     partition: Partition | None = None,
 ) -> jax.Array:
     """The mean NLL of each example's answer [B] f32, where heads mix full and window attention by `gates` [L, K].
@@ -110,14 +128,38 @@ def gated_loss(
       gates: K is the most KV heads that a layer has.
       through: [L] bool, the layers through whose full attention gradients flow to the layers below; None is all of
         them. In the others they flow through the windows alone, which costs a third less.
+      clean: what heads said in a run with full attention (`full_heads`), to be mixed in place of what they would say
+        here.
       partition: the mesh that weights and examples lie on.
     """
+    stream, _ = _through_gates(model, gates, batch, through=through, clean=clean, partition=partition)
+    hidden = jnp.take_along_axis(model.norm(stream.x), batch.queries[:, :, None], axis=1)  # [B, A, d]
+    return answer_loss(model, hidden, batch)[0]
+
+
+def full_heads(model: Decoder, batch: AnswerBatch) -> jax.Array:
+    """What each query head says in a run with full attention, before the output projection: [L, B, T, H, D]."""
+    everything = jnp.ones((model.config.num_hidden_layers, model.config.most_kv_heads))
+    return _through_gates(model, everything, batch, keep=True)[1]
+
+
+def _through_gates(
+    model: Decoder,
+    gates: jax.Array,
+    batch: AnswerBatch,
+    *,
+    through: jax.Array | None = None,
+    clean: jax.Array | None = None,
+    keep: bool = False,
+    partition: Partition | None = None,
+) -> tuple[Stream, jax.Array | None]:
+    """`gated_loss` up to the last layer, and, to `keep`, what each layer's heads say with full attention."""
     config = model.config
     data = layer_data(AttentionPattern((FULL,) * config.num_hidden_layers), config, (FULL,))
     context = model.context(batch.tokens, batch.segment_ids, full_from=batch.full_from, partition=partition)
 
-    def layer(stream: Stream, block: Block, scanned: tuple) -> tuple[Stream, None]:
-        row, open_, whole = scanned
+    def layer(stream: Stream, block: Block, scanned: tuple) -> tuple[Stream, jax.Array | None]:
+        row, open_, whole, said = scanned
         read = block.attention_input(stream.x)
         q, *made = block.attention.qkv(read, row, context)
         k, v = own_or(stream.read_by(block), *made)
@@ -128,16 +170,17 @@ def gated_loss(
             return attend(heads, packing._replace(full_from=None), static._replace(spec=static.spec.full))[0]
 
         windowed = attend(heads, packing, static)[0]
-        other = full() if whole is None else jax.lax.cond(whole, full, lambda: jax.lax.stop_gradient(full()))
+        if said is not None:
+            other = said
+        else:
+            other = full() if whole is None else jax.lax.cond(whole, full, lambda: jax.lax.stop_gradient(full()))
         open_ = jnp.repeat(open_[: k.shape[2]], q.shape[2] // k.shape[2])[:, None].astype(q.dtype)  # [H, 1]
         mixed = windowed + open_ * (other - windowed)
         x, _ = block.after_attention(stream.x, block.attention.output(mixed, read), row, partition)
-        return stream.behind(block, x, *made), None
+        return stream.behind(block, x, *made), other if keep else None
 
     stream, data = model.begin(batch.tokens, data, partition)
-    stream, _ = model.scan(layer, stream, (data, gates, through), wrap=jax.checkpoint)
-    hidden = jnp.take_along_axis(model.norm(stream.x), batch.queries[:, :, None], axis=1)  # [B, A, d]
-    return answer_loss(model, hidden, batch)[0]
+    return model.scan(layer, stream, (data, gates, through, clean), wrap=jax.checkpoint)
 
 
 def gate_gradient(

@@ -213,8 +213,21 @@ def _static(task: Task, ratios: Sequence[float], *, method: Any) -> Ranking:
     return rank_heads(scores, larger_is_local=method in LARGER_IS_LOCAL, heads_in=task.heads_in)
 
 
+def _patching(task: Task, ratios: Sequence[float], *, by_gradient: bool) -> Ranking:
+    from swa_jax.select.patching import patching_scores
+
+    _check_told(task, "loss", task.window)
+    options: dict[str, Any] = {"batch_size": task.batch_size, "progress": task.progress}
+    scores = patching_scores(task.model, task.examples, task.window, by_gradient=by_gradient, **options)
+    return rank_heads(scores, larger_is_local=False, heads_in=task.heads_in)
+
+
 def _gates(
-    task: Task, ratios: Sequence[float], *, steps: Annotated[int, Own("Steps of training.", 1)] = 200
+    task: Task,
+    ratios: Sequence[float],
+    *,
+    whole_layers: bool,
+    steps: Annotated[int, Own("Steps of training.", 1)] = 200,
 ) -> list[Chosen]:
     from swa_jax.select.gates import gate_logits
 
@@ -226,12 +239,14 @@ def _gates(
             task.examples,
             task.window,
             full_share=1 - ratio,
+            whole_layers=whole_layers,
             batch_size=task.batch_size,
             steps=steps,
             seed=task.seed,
             progress=task.progress,
         )
-        mask, said = rank_heads(scores, larger_is_local=False, heads_in=task.heads_in).first(ratio)
+        heads_in = 1 if whole_layers else task.heads_in
+        mask, said = rank_heads(scores, larger_is_local=False, heads_in=heads_in).first(ratio)
         found.append((mask, said | {"steps": steps}))
     return found
 
@@ -331,8 +346,14 @@ _TABLE = (
            "a pass for each head", _static, {"method": "kl"}),
     Method("kl-layers", "layers", "how far windowing one layer alone moves the full model's predictions",
            "a pass for each layer", _static, {"method": "kl-layers"}),
+    Method("patching", "KV heads", "what a head says under full attention, put into a run with windows",
+           "a pass for each head", _patching, {"by_gradient": False}),
+    Method("patching-gradient", "KV heads", "as `patching`, to first order", "two passes and a gradient",
+           _patching, {"by_gradient": True}),
     Method("gates", "KV heads", "gates between full and window attention, learned by the answers' loss",
-           "200 steps of training", _gates),
+           "200 steps of training", _gates, {"whole_layers": False}),
+    Method("gates-layers", "layers", "as `gates`, one gate a layer", "200 steps of training",
+           _gates, {"whole_layers": True}),
     Method("random", "layers", "chance", "nothing", _by_place, {"kind": "random"}),
     Method("random-heads", "KV heads", "chance", "nothing", _by_place, {"kind": "random-heads"}),
     Method("begin-middle-end", "layers", "place: at the start, in the middle and at the end", "nothing",
