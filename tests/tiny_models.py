@@ -176,6 +176,10 @@ PATTERNS = {
     "every-kind": (SOFTMAX, make("FwhS", ((), (), (1,), ()), num_sink_tokens=1)),
     "window+fa-decode": (SOFTMAX, make("wwww", num_sink_tokens=2, full_attention_decode=True)),
     "every-kind+fa-decode": (SOFTMAX, make("FwhS", ((), (), (1,), ()), num_sink_tokens=1, full_attention_decode=True)),
+    "every-kind+last-tokens": (
+        SOFTMAX,
+        make(*("FwhS", ((), (), (1,), ())), num_sink_tokens=1, full_attention_decode=True, num_last_tokens=4),
+    ),
     "sandwich-every-kind": (SANDWICH, make("FwhS", ((), (), (1,), ()), num_sink_tokens=1)),
     "parallel-every-kind": (PARALLEL, make("FwhS", ((), (), (1,), ()), num_sink_tokens=1)),
     "experts": (SHARED_EXPERTS, make("wFSh", ((), (), (), (1,)))),

@@ -55,6 +55,7 @@ def load_model(
     window: int | None = None,
     sink_tokens: int | None = None,
     full_decode: bool | None = None,
+    last_tokens: int | None = None,
     dtype: jax.typing.DTypeLike | None = None,
     config: ModelConfig | None = None,
     partition: Partition | None = None,
@@ -67,6 +68,7 @@ def load_model(
         model's own pattern, or 2048 if that has none.
       sink_tokens: first tokens that stay visible beside the window. None: the pattern's.
       full_decode: whether the tokens of an answer see everything. None: as the pattern says.
+      last_tokens: last tokens of a prompt that see everything then, too. None: the pattern's.
       dtype: of all parameters but the routers, which are f32; None: the stored one.
       config: in place of the model's own, for changes that no weight depends on, such as YaRN.
       partition: lay the parameters out on this mesh.
@@ -76,7 +78,7 @@ def load_model(
     return folder.load_model(
         model_folder(name),
         pattern,
-        Window(window, sink_tokens, full_decode),
+        Window(window, sink_tokens, full_decode, last_tokens),
         dtype=dtype,
         config=config,
         partition=partition,

@@ -81,6 +81,9 @@ SinkTokens = Annotated[
     int | None, in_pattern(metavar="N", help="First tokens that stay visible beside the window.", min=0)
 ]
 FullDecode = Annotated[bool | None, in_pattern(help="Whether answers see the whole context.")]
+LastTokens = Annotated[
+    int | None, in_pattern(metavar="N", help="Last tokens of a prompt that do so, too, under --fa-decode.", min=0)
+]
 Yarn = Annotated[
     float | None, in_pattern(help="Stretch the model's context by this factor with YaRN, for longer prompts.")
 ]
@@ -121,15 +124,16 @@ ComputeDtype = Annotated[
 
 @dataclasses.dataclass
 class WindowGiven(Options):
-    """What the user says of windows, in place of what a pattern has; all three are None where nothing is said."""
+    """What the user says of windows, in place of what a pattern has; all are None where nothing is said."""
 
     window: WindowSize = None
     sink_tokens: SinkTokens = None
     fa_decode: FullDecode = None
+    last_tokens: LastTokens = None
 
     @property
     def as_window(self) -> Window:
-        return Window(self.window, self.sink_tokens, self.fa_decode)
+        return Window(self.window, self.sink_tokens, self.fa_decode, self.last_tokens)
 
 
 def resolve_patterns(

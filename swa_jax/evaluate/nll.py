@@ -27,7 +27,7 @@ from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition
-from swa_jax.model.window import Window
+from swa_jax.model.window import OWN, Window
 
 SHORT_ANSWER = 64  # tokens: answers up to here share batches; longer ones with those up to the next power of two
 LENGTH_STEP = 64  # padded lengths are multiples of it, so that lengths near each other share one compilation
@@ -91,8 +91,8 @@ def score_answers(
     data = layer_data(pattern, model.config, kinds)
     graph, weights = _shared_graph(model, pattern, kinds)
     nll, right = np.empty(len(examples)), np.empty(len(examples), bool)
-    settings = [batch_size, pattern.full_attention_decode]
-    for index, batch in answer_batches(examples, batch_size, pattern.full_attention_decode, partition):
+    settings = [batch_size, pattern.full_attention_decode, pattern.num_last_tokens]
+    for index, batch in answer_batches(examples, batch_size, pattern.window, partition):
         rows = [examples[i] for i in index]
         known = samples.find("likelihood", rows, settings)
         if known is None:
@@ -146,11 +146,14 @@ def check_examples(examples: Sequence[Example]) -> None:
 
 
 def answer_batches(
-    examples: Sequence[Example], batch_size: int, full_decode: bool | None, partition: Partition | None = None
+    examples: Sequence[Example], batch_size: int, window: Window = OWN, partition: Partition | None = None
 ) -> Iterator[tuple[np.ndarray, AnswerBatch]]:
     """Batches of one size, by length, each with the indices of its examples; long answers have batches of their own.
 
     On a mesh, rows and padded lengths are rounded up to what divides among its devices.
+
+    Args:
+      window: says from which query on everything is seen.
     """
     check_examples(examples)
     # Every row of a batch has logits at as many labels: one row of text, whose labels are all its tokens, costs the
@@ -159,12 +162,12 @@ def answer_batches(
     for size in np.unique(sizes):
         alike = np.flatnonzero(sizes == size)
         group = [examples[i] for i in alike.tolist()]
-        for index, batch in _batches_of(group, batch_size, full_decode, partition):
+        for index, batch in _batches_of(group, batch_size, window, partition):
             yield alike[index], batch
 
 
 def _batches_of(
-    examples: Sequence[Example], batch_size: int, full_decode: bool | None, partition: Partition | None
+    examples: Sequence[Example], batch_size: int, window: Window, partition: Partition | None
 ) -> Iterator[tuple[np.ndarray, AnswerBatch]]:
     """`answer_batches` of examples whose answers are about as long."""
     length_step = LENGTH_STEP
@@ -191,7 +194,8 @@ def _batches_of(
             labels[row, :answer] = example.answer
             weights[row, :answer] = 1
             value[row, range(answer) if example.value is None else list(example.value)] = 1
-        boundary = [len(e.prompt) if full_decode else NEVER for e in rows]
+        begins = [window.full_from(len(e.prompt)) for e in rows]
+        boundary = [NEVER if place is None else place for place in begins]
         arrays = (tokens, segments, np.array(boundary, np.int32), queries, labels, weights, value)
         if partition is None:
             yield index, AnswerBatch(*map(jnp.asarray, arrays))

@@ -89,7 +89,7 @@ def answer_routing(
     width = max(len(example.answer) for example in examples)
     gate = np.zeros((len(examples), model.pattern.num_layers, width), np.float32)
     position, weight = np.zeros((len(examples), width), int), np.zeros((len(examples), width))
-    for index, batch in answer_batches(examples, batch_size, model.pattern.full_attention_decode):
+    for index, batch in answer_batches(examples, batch_size, model.pattern.window):
         gates = _gates(*nnx.split(model), batch.tokens, batch.segment_ids, batch.full_from)  # [B, L, T]
         queries = np.asarray(batch.queries)
         chosen = np.take_along_axis(gates, queries[:, None], axis=2)  # [B, L, A]

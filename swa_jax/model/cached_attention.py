@@ -350,7 +350,7 @@ def _chunk_of_a_head(
 
     def head(where: str, kind: str, one: tuple) -> jax.Array:
         (whole_slot, ring_slot), q, k, v, options, full = one
-        packing = Packing(q_positions=new[None])
+        packing = Packing(q_positions=new[None], full_from=call.full_from)
 
         def over_whole(kind: str, here: jax.Array | bool = True) -> jax.Array:
             keys, values = row_of(cache.k_whole, whole_slot), row_of(cache.v_whole, whole_slot)
@@ -358,7 +358,9 @@ def _chunk_of_a_head(
             if kind == SWITCH:
                 return routed(q, keys, values, call.gate, spec, per_head=options, packing=seen)[0]
             wide = options._replace(full_heads=full[None]) if kind == HYBRID else options
-            return attend(q, keys, values, spec.full if kind == FULL else spec, per_head=wide, packing=seen)
+            if kind == FULL:
+                return attend(q, keys, values, spec.full, per_head=wide, packing=seen._replace(full_from=None))
+            return attend(q, keys, values, spec, per_head=wide, packing=seen)
 
         def over_ring(here: jax.Array | bool = True) -> jax.Array:
             keys, values = (

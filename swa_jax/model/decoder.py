@@ -222,7 +222,10 @@ class Decoder(nnx.Module):
         `partition`, here and below: the mesh on which the parameters and the cache lie.
         """
         segments = (jnp.arange(tokens.shape[1])[None] < lengths[:, None]).astype(jnp.int32)
-        context = self.context(tokens, segments, partition=partition, rope_length=layouts[0].max_length)
+        full_from = self.pattern.full_from(lengths) if self.pattern.num_last_tokens else None
+        context = self.context(
+            tokens, segments, full_from=full_from, partition=partition, rope_length=layouts[0].max_length
+        )
         context = dataclasses.replace(context, inference=True)
         ring = ring_positions(layouts[0], lengths)
 
@@ -253,7 +256,7 @@ class Decoder(nnx.Module):
         """One new token a sequence, tokens [B] -> logits [B, V] f32 of what follows, and the cache with it in.
 
         Args:
-          full_from: [B] int32, the length of each prompt under full-attention decode, else None.
+          full_from: [B] int32, where each sequence begins to see everything (`AttentionPattern.full_from`), else None.
           active: [B] bool; the cache of other sequences stays as it is, and their logits mean nothing. None: all.
         """
         context = self.context(
@@ -288,6 +291,7 @@ class Decoder(nnx.Module):
         row: jax.Array,
         cache: KVCache,
         layouts: tuple[CacheLayout, ...],
+        full_from: jax.Array | None = None,
         *,
         partition: Partition | None = None,
     ) -> tuple[jax.Array, KVCache]:
@@ -297,11 +301,16 @@ class Decoder(nnx.Module):
           tokens: [C] int32, of which the first `count` (at least 1) are the piece. They stand behind the tokens that
             the cache holds of the sequence, and there must be room for `count` more.
           row: the number of the sequence in the cache.
+          full_from: int32, where last tokens that see everything begin; None: there are none.
         """
         chunk = Chunk(row, cache.lengths[row], count)
         positions = chunk.start + jnp.arange(tokens.shape[0], dtype=jnp.int32)
         context = self.context(
-            tokens[None], positions=positions[None], partition=partition, rope_length=layouts[0].max_length
+            tokens[None],
+            positions=positions[None],
+            full_from=None if full_from is None else full_from[None],
+            partition=partition,
+            rope_length=layouts[0].max_length,
         )
         alone = None if partition is None else partition.of_one_row
 

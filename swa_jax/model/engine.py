@@ -60,7 +60,8 @@ class _Slot:
     tokens: list[int]  # of the prompt, and those drawn
     prompt_length: int
     filled: int  # tokens of the prompt in the cache
-    branch: int  # where remembered sequences have branched off: a chunk ends there
+    alike: int  # tokens that are computed alike in every prompt that begins with them: no last tokens among them
+    branch: int  # where remembered sequences have branched off: a chunk ends there, and behind those tokens
     rings: dict[int, Parts] = dataclasses.field(default_factory=dict)
     logits: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
     first: jax.Array | None = None  # the first new token, still on the device
@@ -191,10 +192,11 @@ class Engine:
 
     def _begin(self, number: int, prompt: int, tokens: list[int]) -> _Slot:
         """A prompt into a slot, with what is remembered of it."""
-        match = self._prefixes.find(tokens)
+        alike = max(0, len(tokens) - self.model.pattern.num_last_tokens)
+        match = self._prefixes.find(tokens[:alike])
         prefix, length = match.prefix, match.length
         whole = rings = None
-        slot = _Slot(prompt, tokens, len(tokens), length, match.shared)
+        slot = _Slot(prompt, tokens, len(tokens), length, alike, match.shared)
         if prefix is not None and length:
             whole, rings = prefix.whole, prefix.rings.get(length)
             if length == len(tokens):
@@ -205,22 +207,24 @@ class Engine:
     def _fill(self, number: int) -> None:
         """The next chunk of a prompt."""
         slot = self._slots[number]
-        end = min(slot.filled + self.chunk, slot.prompt_length)
-        if slot.filled < slot.branch < end:
-            end = slot.branch
+        ends = slot.filled + self.chunk, slot.prompt_length, slot.branch, slot.alike
+        end = min(one for one in ends if one > slot.filled)
         piece = slot.tokens[slot.filled : end]
         size = min(max(round_up(len(piece)), SMALLEST_CHUNK), max(self.chunk, len(piece)))
         tokens = np.zeros(size, np.int32)
         tokens[: len(piece)] = piece
         count, row = jnp.int32(len(piece)), jnp.int32(number)
-        logits, self._cache = _extend(self._setup, self._weights, jnp.asarray(tokens), count, row, self._cache)
+        full_from = jnp.int32(slot.alike) if self.model.pattern.num_last_tokens else None
+        logits, self._cache = _extend(
+            self._setup, self._weights, jnp.asarray(tokens), count, row, full_from, self._cache
+        )
         slot.filled = end
         self.computed_tokens += len(piece)
-        if end == slot.branch or slot.is_filled:
+        if slot.is_filled or end in (slot.branch, slot.alike):
             slot.logits[end] = logits
-            if self._prefixes.size:
+            if self._prefixes.size and end <= slot.alike:
                 slot.rings[end] = rings_of(self._cache, jnp.int32(number))
-        if slot.is_filled:
+        if end == slot.alike:
             self._remember(number, slot, end)
 
     def _remember(self, number: int, slot: _Slot, length: int) -> None:
@@ -277,10 +281,16 @@ class Engine:
 
 @device_jit(static_argnames="setup", donate_argnames="cache")
 def _extend(
-    setup: GenerationSetup, weights: nnx.State, tokens: jax.Array, count: jax.Array, row: jax.Array, cache: KVCache
+    setup: GenerationSetup,
+    weights: nnx.State,
+    tokens: jax.Array,
+    count: jax.Array,
+    row: jax.Array,
+    full_from: jax.Array | None,
+    cache: KVCache,
 ) -> tuple[jax.Array, KVCache]:
     model, layouts = setup.build(weights)
-    return model.extend(tokens, count, row, cache, layouts, partition=setup.partition)
+    return model.extend(tokens, count, row, cache, layouts, full_from, partition=setup.partition)
 
 
 _advance = device_jit(static_argnames=("setup", "buffer"), donate_argnames="cache")(decode_steps)

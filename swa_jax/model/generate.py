@@ -297,7 +297,7 @@ def decode_steps(
       until_one_ends: stop as soon as one of the active sequences has ended.
     """
     model, layouts = setup.build(weights)
-    full_from = sequences.prompt_lengths if model.pattern.full_attention_decode else None
+    full_from = model.pattern.full_from(sequences.prompt_lengths)
     begun = sequences.active
 
     class Loop(NamedTuple):

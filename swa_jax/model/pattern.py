@@ -9,7 +9,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import CHUNKED, FULL, HYBRID, LAYER_TYPES, SWITCH, WINDOW
 from swa_jax.model.recipes import read_recipe
 from swa_jax.model.window import Window
+
+if TYPE_CHECKING:
+    import jax
 
 SWAA_KEYS = ("sliding_window_size", "keep_first", "force_fa_decode", "non_sliding_layers")
 VERSION = 1
@@ -37,6 +40,8 @@ class AttentionPattern:
       num_sink_tokens: how many first keys of a segment stay visible beside the window.
       full_attention_decode: whether the queries of the answer see everything (SWAA). Where the answer begins is data:
         `full_from`.
+      num_last_tokens: under full-attention decode, how many last tokens of the prompt see everything as well, as in
+        TriangleMix (arXiv:2507.21526).
       full_kv_heads: for each layer the KV heads (from 0) that stay full. Layers of the type `head_hybrid_attention`
         name some; all others have ().
       provenance: how the pattern came about: method, data, scores, seed. Equality ignores it.
@@ -46,6 +51,7 @@ class AttentionPattern:
     sliding_window: int | None = None
     num_sink_tokens: int = 0
     full_attention_decode: bool = False
+    num_last_tokens: int = 0
     full_kv_heads: tuple[tuple[int, ...], ...] = ()
     provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
 
@@ -53,8 +59,8 @@ class AttentionPattern:
         if isinstance(self.layer_types, str) or isinstance(self.full_kv_heads, Mapping):
             raise ConfigError("layer_types and full_kv_heads are lists with one entry a layer")
         object.__setattr__(self, "layer_types", tuple(self.layer_types))
-        for name in ("sliding_window", "num_sink_tokens"):
-            if name == "num_sink_tokens" or self.sliding_window is not None:
+        for name in ("sliding_window", "num_sink_tokens", "num_last_tokens"):
+            if name != "sliding_window" or self.sliding_window is not None:
                 object.__setattr__(self, name, _integer(name, getattr(self, name)))
         given = self.full_kv_heads or ((),) * len(self.layer_types)
         heads = tuple(
@@ -79,9 +85,12 @@ class AttentionPattern:
             raise ConfigError("sliding_window is missing: every layer type but full_attention needs one")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ConfigError(f"sliding_window must be at least 1 (the query's own key), got {self.sliding_window}")
-        if self.num_sink_tokens < 0:
-            raise ConfigError(f"num_sink_tokens must be 0 or more, got {self.num_sink_tokens}")
-        for name, value in (("sliding_window", self.sliding_window), ("num_sink_tokens", self.num_sink_tokens)):
+        if self.num_last_tokens and not self.full_attention_decode:
+            raise ConfigError(f"num_last_tokens is {self.num_last_tokens}: it needs full_attention_decode (+fa-decode)")
+        for name in ("sliding_window", "num_sink_tokens", "num_last_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ConfigError(f"{name} must be 0 or more, got {value}")
             if value is not None and value > MOST_POSITIONS:
                 raise ConfigError(f"{name} must be at most {MOST_POSITIONS}, got {value}")
 
@@ -104,11 +113,15 @@ class AttentionPattern:
     @property
     def window(self) -> Window:
         """What its windowed queries see."""
-        return Window(self.sliding_window, self.num_sink_tokens, self.full_attention_decode)
+        return Window(self.sliding_window, self.num_sink_tokens, self.full_attention_decode, self.num_last_tokens)
 
     def with_window(self, window: Window) -> AttentionPattern:
         """The same with what is given of a window."""
-        return dataclasses.replace(self, **window.fields)
+        return dataclasses.replace(self, **window.of(self.window, needed=False).fields)
+
+    def full_from(self, prompt_lengths: jax.Array) -> jax.Array | None:
+        """Of prompts of these lengths [B], the first queries that see everything; None without full-attention decode."""
+        return (prompt_lengths - self.num_last_tokens).clip(0) if self.full_attention_decode else None
 
     @property
     def full_head_counts(self) -> tuple[int, ...]:
@@ -156,6 +169,7 @@ class AttentionPattern:
             lines.append(
                 f"window {self.sliding_window} (own key included), {self.num_sink_tokens} sink tokens, "
                 f"full-attention decode {'on' if self.full_attention_decode else 'off'}"
+                + (f" from the last {self.num_last_tokens} tokens of a prompt on" if self.num_last_tokens else "")
             )
         hybrids = [f"{i}:{list(h)}" for i, h in enumerate(self.full_kv_heads) if self.layer_types[i] == HYBRID]
         if hybrids:

@@ -66,7 +66,7 @@ def _top_logprobs(
     """tokens [1, T] of which `length` are no padding, the reply from `boundary` on -> [places, K] each."""
     model: Decoder = nnx.merge(graph, weights)
     inside = (jnp.arange(tokens.shape[1]) < length).astype(jnp.int32)[None]  # [1, T]
-    full_from = boundary[None] if model.pattern.full_attention_decode else None
+    full_from = model.pattern.full_from(boundary[None])
     hidden, _ = model.features(tokens, segment_ids=inside, full_from=full_from, partition=partition)
     # The token before the reply predicts its first one.
     predicting = jnp.minimum(boundary - 1 + jnp.arange(places), tokens.shape[1] - 1)

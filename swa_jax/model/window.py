@@ -16,19 +16,23 @@ class Window:
       size: visible keys, the query's own included (`AttentionPattern.sliding_window`).
       sink_tokens: first keys of a segment that stay visible beside them (`num_sink_tokens`).
       full_decode: whether the queries of the answer see everything (`full_attention_decode`).
+      last_tokens: last tokens of a prompt that see everything then, too (`num_last_tokens`).
     """
 
     size: int | None = None
     sink_tokens: int | None = None
     full_decode: bool | None = None
+    last_tokens: int | None = None
 
     def of(self, own: Window, *, needed: bool = True) -> Window:
-        """The same, and what was not given as `own` has it.
+        """The same, and what was not given as `own` has it; no last tokens where full-attention decode is turned off.
 
         Raises `ConfigError` where neither says a size, unless none is `needed`.
         """
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(own), strict=True)
         found = Window(*(theirs if ours is None else ours for ours, theirs in pairs))
+        if self.full_decode is False and self.last_tokens is None:
+            found = dataclasses.replace(found, last_tokens=0)
         if needed and found.size is None:
             raise ConfigError("no window is given (--window), and the model's own pattern has none")
         return found
@@ -42,9 +46,13 @@ class Window:
     @property
     def fields(self) -> dict[str, Any]:
         """What was given, as `AttentionPattern`, results and the keys of stores name it."""
-        names = ("sliding_window", "num_sink_tokens", "full_attention_decode")
+        names = ("sliding_window", "num_sink_tokens", "full_attention_decode", "num_last_tokens")
         values = zip(names, dataclasses.astuple(self), strict=True)
         return {name: value for name, value in values if value is not None}
+
+    def full_from(self, prompt_length: int) -> int | None:
+        """The first query of so long a prompt, and its answer, that sees everything; None: none does."""
+        return max(0, prompt_length - (self.last_tokens or 0)) if self.full_decode else None
 
     def holds(self, tokens: int) -> bool:
         """Whether the last of so many tokens sees all of them, in a window as in full attention."""

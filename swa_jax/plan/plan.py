@@ -317,8 +317,7 @@ def trace_generation(
 
     def decode(weights: Any, cache: Any, tokens: jax.Array, prompt_lengths: jax.Array) -> Any:
         model: Decoder = nnx.merge(graph, weights)
-        full_from = prompt_lengths if pattern.full_attention_decode else None
-        return model.decode_step(tokens, cache, layouts, full_from, partition=partition)
+        return model.decode_step(tokens, cache, layouts, pattern.full_from(prompt_lengths), partition=partition)
 
     function, tokens = (prefill, prompts) if step == "prefill" else (decode, numbers)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):

@@ -88,7 +88,7 @@ class PatternComparison:
         scored_on, choice = self._scored_on, self._choice
         results = self._results = _Rows(self.out / "results.json", digest([scored_on, choice, dict(self.settings)]))
         draws = {seed: self.draw(seed) for seed in (self.seeds if self.methods else ())}
-        scoring = [scored_on, self.window.size, self.window.sink_tokens, self.window.full_decode, self.by]
+        scoring = [scored_on, self.window.fields, self.by]
         masks = {seed: digest([*scoring, examples_sum(drawn)]) for seed, drawn in draws.items()}
         keys = {name: digest([scored_on, _content(pattern)]) for name, pattern in patterns}
         chosen_keys = {

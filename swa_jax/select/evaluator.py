@@ -69,7 +69,7 @@ class MaskEvaluator:
         self.num_examples, self.by = len(examples), by
         self._config = model.config
         self._pattern = AttentionPattern((HYBRID,) * self.shape[0], **self.window.fields)
-        self._batches = list(answer_batches(examples, batch_size, self.window.full_decode))
+        self._batches = list(answer_batches(examples, batch_size, self.window))
         self._graph, self._weights = nnx.split(model.with_pattern(self._pattern))
         content: dict[str, Any] = self.window.fields | {"by": by, "weights": weights}
         self._known = score_store(file, "scores of masks", model, examples, **content)

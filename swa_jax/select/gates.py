@@ -72,7 +72,7 @@ def gate_logits(
     config = model.config
     pattern = AttentionPattern((WINDOW,) * config.num_hidden_layers, **window.fields)
     graph, weights = nnx.split(model.with_pattern(pattern))
-    batches = [batch for _, batch in answer_batches(examples, batch_size, pattern.full_attention_decode)]
+    batches = [batch for _, batch in answer_batches(examples, batch_size, window)]
     optimizer = optax.adam(LEARNING_RATE)
     logits = jnp.full((config.num_hidden_layers, 1 if whole_layers else config.common_kv_heads), START)
     state, multiplier = optimizer.init(logits), jnp.zeros(())

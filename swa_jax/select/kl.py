@@ -62,7 +62,7 @@ def kl_scores(
         full = np.ones((layers, heads), bool)
         full[turned] = False
         masks.append(full)
-    batches = list(answer_batches(examples, batch_size, pattern.full_attention_decode))
+    batches = list(answer_batches(examples, batch_size, window))
     sums, done = np.zeros(len(masks)), 0
     for index, batch in batches:
         everything = _features(graph, weights, batch, data_of(np.ones((layers, heads), bool)))

@@ -57,7 +57,7 @@ def lazy_ratios(
             raise ConfigError(f"{name} must be at least {least}, got {value}")
     check_softmax(model.config, "LightTransfer scores layers")
     graph, weights = nnx.split(model)
-    batches = list(answer_batches(examples, batch_size, full_decode=False))
+    batches = list(answer_batches(examples, batch_size))
     ratios = np.empty((len(examples), model.config.num_hidden_layers))
     for done, (index, batch) in enumerate(batches):
         prompt = jnp.arange(batch.tokens.shape[1]) <= batch.queries[:, :1]  # the first label's query is its last token

@@ -158,13 +158,12 @@ class LayerScorer:
         # Where the window holds the whole prompt, window and full attention are the same function. Different kernels
         # would still round differently, and ranking that noise is what this avoids: all layers take the full kernel,
         # so that all L + 1 passes are the same program on the same data, and one of them stands for all.
-        decode = self.window.full_decode
-        held = [self.window.holds(e.queries(decode)) for e in examples]
+        held = [self.window.holds(e.queries(self.window.full_decode)) for e in examples]
         self._batches: list[tuple[np.ndarray, AnswerBatch, bool]] = [
             (np.array(members)[index], batch, short)
             for short in (True, False)
             if (members := [i for i, one in enumerate(held) if one == short])
-            for index, batch in answer_batches([examples[i] for i in members], batch_size, decode, partition)
+            for index, batch in answer_batches([examples[i] for i in members], batch_size, self.window, partition)
         ]
         content: dict[str, Any] = self.window.fields | {"weights": weights}
         self._store = score_store(file, "scores of layers", model, examples, **content)

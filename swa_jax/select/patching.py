@@ -54,7 +54,7 @@ def patching_scores(
         raise ConfigError(f"patching goes through layers whose heads are all alike, the model has {len(shapes)} kinds")
     pattern = AttentionPattern((WINDOW,) * shape[0], **window.fields)
     graph, weights = nnx.split(model.with_pattern(pattern))
-    batches = list(answer_batches(examples, batch_size, pattern.full_attention_decode))
+    batches = list(answer_batches(examples, batch_size, window))
     total, done = np.zeros(shape), 0
     passes = len(batches) * (1 if by_gradient else 1 + total.size)
 

@@ -92,7 +92,7 @@ def static_scores(
     graph, weights = nnx.split(model)
     if method == "razor":
         return _by_group(_razor(graph, weights, examples, config.vocab_size, seed), kv_heads)
-    batches = list(answer_batches(examples, batch_size, full_decode=False))
+    batches = list(answer_batches(examples, batch_size))
     by_batch, tokens = [], 0
     for done, (index, batch) in enumerate(batches):
         if method == "fisher":

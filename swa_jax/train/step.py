@@ -153,7 +153,7 @@ def make_loss(
             ids,
             segment_ids=segments,
             positions=positions,
-            full_from=batch.get("full_from") if model.pattern.full_attention_decode else None,
+            full_from=model.pattern.full_from(batch["full_from"]) if "full_from" in batch else None,
             partition=layout,
             training=config.training._replace(dropout_key=dropout_key),
         )

@@ -75,14 +75,14 @@ def nll_by_hand(model: Decoder, example: Example, full_from: int) -> float:
     return float(token_nll(model, example.prompt + example.answer, full_from)[len(example.prompt) - 1 :].mean())
 
 
-@pytest.mark.parametrize("name", ["window", "interleave-1-in-2+fa-decode"])
+@pytest.mark.parametrize("name", ["window", "interleave-1-in-2+fa-decode", "window+fa-decode+last-tokens=3"])
 def test_answer_nll_is_that_of_each_example_alone(model, name):
     # Unequal prompts and answers in batches of 2: padding and filling up must not be seen.
     mixed = examples([40, 21, 33, 25, 37], [5, 9, 1, 3, 7])
     patterned = model.with_pattern(recipe(name))
-    decode = name.endswith("fa-decode")
+    last = {"window": None, "window+fa-decode+last-tokens=3": 3}.get(name, 0)
     got = answer_nll(patterned, mixed, batch_size=2)
-    want = [nll_by_hand(patterned, e, len(e.prompt) if decode else NEVER) for e in mixed]
+    want = [nll_by_hand(patterned, e, NEVER if last is None else len(e.prompt) - last) for e in mixed]
     np.testing.assert_allclose(got, want, rtol=2e-5)
 
 

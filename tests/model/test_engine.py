@@ -16,7 +16,7 @@ from swa_jax.model.prefixes import Prefix, PrefixStore
 NEW = 10
 SLOTS, CHUNK, STEPS, BATCH = 3, WINDOW_SIZE, 4, 7  # tests of one model share its programs
 QUICK = ("every-kind", "head-hybrid", "shared-keys")
-SLOW = ("chunked", "window", "switch", "experts", "swat-every-kind", "every-kind+fa-decode")
+SLOW = ("chunked", "window", "switch", "experts", "swat-every-kind", "every-kind+fa-decode", "every-kind+last-tokens")
 
 
 def some(slow=SLOW):
@@ -62,14 +62,15 @@ def test_chunks_leave_the_caches_of_one_prefill(name, chunk):
     expected, whole = jax.jit(lambda t, n, c: model.prefill(t, n, c, layouts))(
         jnp.asarray(tokens), jnp.array(lengths), empty
     )
-    extend = jax.jit(lambda *args: model.extend(*args, layouts))
+    extend = jax.jit(lambda full_from, *args: model.extend(*args, layouts, full_from))
     cache, logits = empty, []
     for row, length in enumerate(lengths):
+        full_from = model.pattern.full_from(jnp.int32(length))
         for at in range(0, length, chunk):
             piece = np.zeros(chunk, np.int32)
             count = min(chunk, length - at)
             piece[:count] = tokens[row, at : at + count]
-            last, cache = extend(jnp.asarray(piece), jnp.int32(count), jnp.int32(row), cache)
+            last, cache = extend(full_from, jnp.asarray(piece), jnp.int32(count), jnp.int32(row), cache)
         logits.append(last)
     assert_close(jnp.stack(logits), expected, "float32")
     assert cache.lengths.tolist() == list(lengths)
@@ -111,7 +112,7 @@ def test_samples_and_stop_tokens_are_those_of_generate():
     assert len(expected[3]) == 0
 
 
-@pytest.mark.parametrize("name", some(("window", "switch", "every-kind+fa-decode")))
+@pytest.mark.parametrize("name", some(("window", "switch", "every-kind+fa-decode", "every-kind+last-tokens")))
 def test_a_remembered_prefix_changes_nothing(name):
     """Prompts that share a beginning, are beginnings, or are equal; and a reply that the next prompt continues."""
     model = model_of(name)
@@ -122,6 +123,9 @@ def test_a_remembered_prefix_changes_nothing(name):
     assert replies(engine, prompts, max_new_tokens=NEW) == expected
     # Whole caches hold every beginning. Rings show only where two prompts parted, from the second on.
     rings = not model.pattern.full_cache_heads(2).all()
+    if last := model.pattern.num_last_tokens:  # they are computed anew for each prompt, with the token before them
+        assert engine.computed_tokens == 29 + 9 + (last + 1) + last + (last + 1) + 6
+        return
     assert engine.computed_tokens == 29 + (32 if rings else 9) + (0 if rings else 1) + 0 + 2 + 6
     # The last token of a reply is in no cache. Full-attention decode gives a reply other keys than a prompt has.
     before, turn = engine.computed_tokens, prompts[0] + expected[0] + ends[2]

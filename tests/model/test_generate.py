@@ -53,7 +53,7 @@ def test_the_length_of_one_prompt_does_not_change_the_rope_of_another():
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("every-kind+fa-decode", marks=pytest.mark.slow),
+        *(pytest.param(f"every-kind+{how}", marks=pytest.mark.slow) for how in ("fa-decode", "last-tokens")),
         *(pytest.param(x, marks=pytest.mark.long) for x in ("every-kind", "experts", "sink-logits-every-kind")),
     ],
 )
@@ -66,7 +66,7 @@ def test_batch_equals_each_alone_and_the_full_forward(name):
     # Every token is the likeliest after all that stands before it, in one plain forward pass.
     rows = [prompt + new for prompt, new in zip(prompts, batch, strict=True)]
     tokens = jnp.array([row + [0] * (64 - len(row)) for row in rows])
-    options = {"full_from": jnp.array(lengths)} if model.pattern.full_attention_decode else {}
+    options = {"full_from": model.pattern.full_from(jnp.array(lengths))}
     predicted = nnx.jit(lambda model, tokens: model(tokens, **options).argmax(-1))(model, tokens)
     for row, length, new in zip(np.asarray(predicted), lengths, batch, strict=True):
         assert row[length - 1 : length - 1 + NEW].tolist() == new
@@ -81,6 +81,18 @@ def test_full_attention_decode_starts_after_the_prompt(name):
     plain = generate(model.with_pattern(pattern), prompts, max_new_tokens=NEW)
     assert [new[0] for new in full] == [new[0] for new in plain]  # drawn by the last prompt query
     assert full != plain
+
+
+def test_last_tokens_of_the_prompt_see_everything_too():
+    """All of them: what full attention gives. Some: neither that nor what none gives."""
+    model, prompts = model_of("window+fa-decode"), random_prompts()
+
+    def new(pattern):
+        return generate(model.with_pattern(pattern), prompts, max_new_tokens=NEW)
+
+    all_of_them, some = (new(dataclasses.replace(model.pattern, num_last_tokens=last)) for last in (40, 3))
+    assert all_of_them == new(make("FFFF", sliding_window=None))
+    assert some not in (all_of_them, new(model.pattern))
 
 
 def test_samples_do_not_depend_on_the_batch():

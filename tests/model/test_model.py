@@ -37,7 +37,7 @@ def through_the_cache(model, tokens, lengths, max_length):
     """Prefill, then NEW given tokens through the cache: logits [B, 1 + NEW, V] of what follows each."""
     layouts = cache_layouts(model.config, model.pattern, max_length)
     cache = allocate(layouts, tokens.shape[0], model.embedding[...].dtype)
-    full_from = lengths if model.pattern.full_attention_decode else None
+    full_from = model.pattern.full_from(lengths)
     prompts = jnp.where(jnp.arange(tokens.shape[1]) < lengths[:, None], tokens, 0)
     first, cache = model.prefill(prompts, lengths, cache, layouts)
 
@@ -54,7 +54,7 @@ teacher_forced = nnx.jit(through_the_cache, static_argnames="max_length")
 
 
 QUICK = {"every-kind", "head-hybrid", "chunked"}
-SLOW = {"experts", "swat-every-kind", "every-kind+fa-decode"}
+SLOW = {"experts", "swat-every-kind", "every-kind+fa-decode", "every-kind+last-tokens"}
 
 
 def each(names):
@@ -67,7 +67,7 @@ def test_decode_equals_the_full_forward(name):
     """Totals 1 .. 3w + 8 through prompts of 1, 2, w-1, w, w+1, 2w-1 and 3w tokens and eight decoded ones."""
     model, lengths = model_of(name), jnp.array(LENGTHS)
     tokens = random_tokens(len(LENGTHS), MAX_LENGTH)
-    options = {"full_from": lengths} if model.pattern.full_attention_decode else {}
+    options = {"full_from": model.pattern.full_from(lengths)}
     expected = logits_of(model, tokens, **options)
     at = (lengths[:, None] - 1 + jnp.arange(1 + NEW))[..., None]  # [B, 1 + NEW, 1]
     expected = jnp.take_along_axis(expected, jnp.minimum(at, MAX_LENGTH - 1), axis=1)

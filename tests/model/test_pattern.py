@@ -54,6 +54,9 @@ def test_fields_of_recipes():
     assert full.sliding_window is None
     suffixed = AttentionPattern.from_recipe("window+fa-decode+sink-tokens=7", 3, sliding_window=64)
     assert (suffixed.sliding_window, suffixed.num_sink_tokens, suffixed.full_attention_decode) == (64, 7, True)
+    last = AttentionPattern.from_recipe("window+fa-decode+last-tokens=32", 3)
+    assert last.num_last_tokens == 32
+    assert last.with_window(Window(full_decode=False)) == window
     row = AttentionPattern.from_recipe("swaa-trained-efficiency-interleave+sink-tokens=3", 4)
     assert (row.full_layers, row.num_sink_tokens, row.full_attention_decode) == ((1, 3), 3, False)
     given = AttentionPattern.from_recipe("streaming+fa-decode", 3, num_sink_tokens=0, full_attention_decode=False)
@@ -263,6 +266,11 @@ def test_hugging_face_layer_types_are_checked():
         ({"layer_types": (WINDOW,), "sliding_window": True}, "sliding_window must be a whole number, got True"),
         ({"layer_types": (WINDOW,), "sliding_window": "4"}, "sliding_window must be a whole number, got '4'"),
         ({"layer_types": (WINDOW,), "sliding_window": 4, "num_sink_tokens": 1.5}, "num_sink_tokens must be a whole"),
+        ({"layer_types": (WINDOW,), "sliding_window": 4, "num_last_tokens": 2}, "num_last_tokens is 2: it needs full_"),
+        (
+            {"layer_types": (WINDOW,), "sliding_window": 4, "num_last_tokens": -1, "full_attention_decode": True},
+            "num_last_tokens must be 0 or more, got -1",
+        ),
         (
             {"layer_types": (HYBRID,), "sliding_window": 4, "full_kv_heads": {0: [1]}},
             "layer_types and full_kv_heads are lists with one entry a layer",

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from kernels.tolerances import assert_close
 from plants import FULL_HEADS, KV_HEADS, LAYERS, WINDOW_SIZE, Plant, placement
-from tiny_models import TWO_SHAPES, SOFTMAX
+from tiny_models import SOFTMAX, TWO_SHAPES
 
 from pallas_kernels import AttentionSpec, attention
 from swa_jax.base.errors import ConfigError

@@ -10,6 +10,8 @@ from swa_jax.model.pattern import AttentionPattern
 
 
 def _lacks(pattern: AttentionPattern) -> str | None:
+    if pattern.num_last_tokens:
+        return f"num_last_tokens = {pattern.num_last_tokens}"
     types = tuple(WINDOW if kind == HYBRID else kind for kind in pattern.layer_types)
     return inexpressible(AttentionPattern(types, pattern.sliding_window))
 
