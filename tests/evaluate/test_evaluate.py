@@ -237,7 +237,7 @@ def test_generated_answers_are_those_of_generate_and_scored_by_their_text(model,
 
 def test_rows_of_text_do_not_widen_the_answers_of_others():
     lengths = [3, 300, 5, 270, 4]
-    batches = list(answer_batches([Example([1] * 20, [2] * n, []) for n in lengths], 2, False))
+    batches = list(answer_batches([Example([1] * 20, [2] * n, []) for n in lengths], 2))
     assert [index.tolist() for index, _ in batches] == [[0, 4], [2], [3, 1]]
     assert [batch.labels.shape for _, batch in batches] == [(2, 5), (2, 5), (2, 300)]
     assert [batch.tokens.shape[1] for _, batch in batches] == [64, 64, 320]

@@ -49,7 +49,7 @@ def test_open_and_shut_gates_are_full_and_window_attention(config, decode):
     model = Decoder(config, windowed, rngs=nnx.Rngs(0))
     graph, weights = nnx.split(model)
     asked = examples(config.vocab_size)
-    ((index, batch),) = answer_batches(asked, 4, decode)
+    ((index, batch),) = answer_batches(asked, 4, windowed.window)
     full = np.zeros((4, 2), bool)
     full[1, 0] = full[2] = True
     for mask in (np.ones((4, 2), bool), np.zeros((4, 2), bool), full):
@@ -70,7 +70,7 @@ def test_the_gradient_of_gates_is_that_of_the_loss(config, monkeypatch):
     """Against differences of the loss. Rows that fill up a batch do not count, and what is full has none."""
     config = dataclasses.replace(config, initializer_range=0.5)
     model = Decoder(config, WINDOWED, rngs=nnx.Rngs(0))
-    batches = list(answer_batches(examples(config.vocab_size), 2, False))  # a row too many
+    batches = list(answer_batches(examples(config.vocab_size), 2))  # a row too many
     graph, weights = nnx.split(model)
     full = np.zeros((4, 2), bool)
     full[2, 0] = True
@@ -90,7 +90,7 @@ def test_the_gradient_of_gates_is_that_of_the_loss(config, monkeypatch):
 
 def test_gradients_flow_through_full_attention_where_they_are_let():
     model = Decoder(dataclasses.replace(SOFTMAX, initializer_range=0.5), WINDOWED, rngs=nnx.Rngs(0))
-    ((_, batch),) = answer_batches(examples(SOFTMAX.vocab_size), 4, False)
+    ((_, batch),) = answer_batches(examples(SOFTMAX.vocab_size), 4)
 
     split = nnx.split(model)
     slope = jax.jit(jax.grad(lambda gates, through: loss_of(*split, gates, batch, through).sum()))

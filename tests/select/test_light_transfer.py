@@ -96,7 +96,7 @@ def test_32k_tokens_take_less_than_2_gb():
     )
     model = Decoder(config, AttentionPattern.from_recipe("full", 2), rngs=nnx.Rngs(0))
     graph, weights = nnx.split(model)
-    ((_, batch),) = answer_batches([Example([1] * 32763, [2] * 5, [])], 1, False)
+    ((_, batch),) = answer_batches([Example([1] * 32763, [2] * 5, [])], 1)
     lowered = static.layer_statistics.lower(
         graph, weights, batch.tokens, batch.segment_ids, (lazy_ratio, (32, 4, 1020))
     )

@@ -74,7 +74,7 @@ def test_scores_are_those_of_patched_passes():
     asked = examples(3)
     got = patching_scores(model, asked, WINDOW, batch_size=2)  # a row too many
     expected = np.zeros((2, 2))
-    for index, batch in answer_batches(asked, 2, False):
+    for index, batch in answer_batches(asked, 2):
         windowed = losses(model, batch)
         for place in np.ndindex(2, 2):
             expected[place] += (windowed - losses(model, batch, place))[: len(index)].sum() / 3

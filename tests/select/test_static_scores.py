@@ -216,7 +216,7 @@ def test_32k_tokens_take_less_than_2_gb(method):
     )
     model = Decoder(config, AttentionPattern.from_recipe("full", 2), rngs=nnx.Rngs(0))
     graph, weights = nnx.split(model)
-    ((_, batch),) = answer_batches([Example([1] * 32763, [2] * 5, [])], 1, False)
+    ((_, batch),) = answer_batches([Example([1] * 32763, [2] * 5, [])], 1)
     if method == "fisher":
         lowered = static.fisher_masses.lower(graph, weights, batch, 1024)
     else:
