@@ -120,7 +120,7 @@ class AttentionPattern:
         return dataclasses.replace(self, **window.of(self.window, needed=False).fields)
 
     def full_from(self, prompt_lengths: jax.Array) -> jax.Array | None:
-        """Of prompts of these lengths [B], the first queries that see everything; None without full-attention decode."""
+        """The first queries that see everything, by prompts' lengths [B]; None without full-attention decode."""
         return (prompt_lengths - self.num_last_tokens).clip(0) if self.full_attention_decode else None
 
     @property
