@@ -140,7 +140,9 @@ def gated_loss(
 def full_heads(model: Decoder, batch: AnswerBatch) -> jax.Array:
     """What each query head says in a run with full attention, before the output projection: [L, B, T, H, D]."""
     everything = jnp.ones((model.config.num_hidden_layers, model.config.most_kv_heads))
-    return _through_gates(model, everything, batch, keep=True)[1]
+    heads = _through_gates(model, everything, batch, keep=True)[1]
+    assert heads is not None
+    return heads
 
 
 def _through_gates(
