@@ -48,7 +48,7 @@ def ruler_table(rows: Sequence[Row]) -> Table:
 
         return Column(name), cell
 
-    shown = [LENGTH, text("Task", "task"), _depth(rows), number("Prompts", "num_examples")]
+    shown = [text("Task", "task"), LENGTH, _depth(rows), number("Prompts", "num_examples")]
     columns = [*(of_line(one) for one in shown if one is not None), *map(of_pattern, names)]
     return table_of("RULER: share of what is asked for that the answers have", ordered, columns, notes)
 

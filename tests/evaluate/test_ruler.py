@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,14 @@ from characters import Characters
 from ruler_files import write_ruler_data
 
 from swa_jax.base.errors import ConfigError
+from swa_jax.data.chat import Wrap
 from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.evaluate.ruler import RULER_TASKS, ruler_examples, ruler_grid, string_match_all, string_match_part
+from swa_jax.evaluate.ruler_counts import common_filler
 from swa_jax.evaluate.ruler_data import SUMS, Essays, Pairs, RulerData
+from swa_jax.evaluate.ruler_needles import needle_filler
+from swa_jax.evaluate.ruler_prompts import Draft, Filler, Room
+from swa_jax.evaluate.ruler_qa import qa_filler
 from swa_jax.evaluate.ruler_scores import RulerScore, against, average
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/ruler.json").read_text())
@@ -94,12 +100,40 @@ def test_a_length_below_the_first_step_has_as_much_filler_as_fits(recall, data, 
             assert all(f"\nTitle {q}{p}\n" in text for p in (1, 3))
 
 
-def test_what_ends_before_the_length_is_refused(recall, data) -> None:
-    for task in ("niah_single_2", "cwe", "qa_1"):
-        with pytest.raises(ConfigError, match=f"length is 200000 tokens, but the data of {task} ends before"):
-            ruler_examples(recall, task, length=200_000, num_examples=1, data=data)
+def test_what_ends_before_the_length_is_refused(data) -> None:
+    room = Room(Characters(), 100, 20, Wrap())
+
+    def make(size: int, _: int) -> Draft:
+        return Draft("x" * size, "", [], "", counted="yy")
+
+    def lengths(most: int) -> list[int]:
+        return [len(draft.question) for draft in islice(Filler("t", make, 10, most=most).drafts(room), 2)]
+
+    assert lengths(80) == [70, 70]  # 80 fit, but not with the answer
+    with pytest.raises(ConfigError, match="length is 100 tokens, but the data of t ends before that"):
+        lengths(79)
+    assert {data.sentences.num_words, len(data.words), len(data.squad.documents)} == {
+        filler.most
+        for filler in (
+            needle_filler("niah_single_2", data, 900, None, 0),
+            common_filler(room, data, 0),
+            qa_filler("qa_1", data.squad, None, 0),
+        )
+    }
     with pytest.raises(ConfigError, match="the file of qa_2 has 12 questions with an answer: ask for no more"):
-        ruler_examples(recall, "qa_2", length=3000, num_examples=13, data=data)
+        ruler_examples(Characters(), "qa_2", length=9000, num_examples=13, data=data)
+
+
+def test_a_length_that_is_met_to_the_token_is_tried_with_one_step_more() -> None:
+    """As in RULER; the draws depend on it."""
+    sizes = []
+
+    def make(size: int, _: int) -> Draft:
+        sizes.append(size)
+        return Draft("x" * size, "", [], "")
+
+    assert len(next(Filler("t", make, 10).drafts(Room(Characters(), 60, 20, Wrap()))).question) == 40
+    assert sizes == [10, 20, 30, 40, 50, 40]
 
 
 # ---- what is added: depths, templates, start tokens ----
