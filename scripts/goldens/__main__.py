@@ -12,6 +12,7 @@
 | real | logits of the models of `make models`: tests/golden/real | transformers, gguf; 6 GB |
 | losses | losses of these on a text: tests/golden/text_losses.json | transformers, gguf, lm-eval |
 | adapters | adapters as PEFT saves them: tests/checkpoint/peft_adapters | transformers, peft |
+| ruler | RULER's prompts of made-up data: tests/golden/ruler.json | nvidia-long-context-eval's wheel, by --wheel |
 | served | what vLLM plans for a cache: tests/checkpoint/vllm_groups.json | vLLM's wheel, by --wheel |
 | exports | our exports under eleven patterns, run by transformers: tests/checkpoint/exports.json | --oracle |
 | peft | our adapters, loaded by PEFT: tests/checkpoint/adapters.json | --oracle |
@@ -25,7 +26,7 @@ import importlib
 import sys
 from pathlib import Path
 
-KINDS = ("models", "generation", "configs", "texts", "real", "losses", "adapters", "served", "exports", "peft")
+KINDS = ("models", "generation", "configs", "texts", "real", "losses", "adapters", "ruler", "served", "exports", "peft")
 MODULES = {kind: kind for kind in KINDS} | {"losses": "real", "peft": "exports"}
 
 
@@ -34,9 +35,9 @@ def main() -> int:
     parser.add_argument("kind", choices=MODULES)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these alone; the others stay")
     parser.add_argument("--oracle", type=Path, help="a Python with torch, transformers and peft (exports, peft)")
-    parser.add_argument("--wheel", type=Path, help="vllm-*.whl (served)")
+    parser.add_argument("--wheel", type=Path, help="vllm-*.whl (served), nvidia_long_context_eval-*.whl (ruler)")
     given = parser.parse_args()
-    for needed, kinds in (("oracle", ("exports", "peft")), ("wheel", ("served",))):
+    for needed, kinds in (("oracle", ("exports", "peft")), ("wheel", ("ruler", "served"))):
         if given.kind in kinds and getattr(given, needed) is None:
             parser.error(f"{given.kind} needs --{needed}")
     module = importlib.import_module(f"scripts.goldens.{MODULES[given.kind]}")

@@ -165,20 +165,24 @@ def detectable(difference: Estimate) -> float:
 
 
 def mean_of_groups(groups: Sequence[ArrayLike]) -> Estimate:
-    """The mean of the groups' means, each group counting the same, with its 95 % interval.
+    """The mean of the groups' means, each group counting the same, with its 95 % interval: `mean_of_estimates`."""
+    return mean_of_estimates([mean_score(group) for group in groups])
 
-    The groups' own intervals (`mean_score`) are joined by "square and add" (Zou and Donner, Statistics in Medicine 27,
-    2008): which groups there are is not left to chance. There is no interval if one group has none.
+
+def mean_of_estimates(groups: Sequence[Estimate]) -> Estimate:
+    """The mean of independent estimates, each counting the same, with its 95 % interval.
+
+    The intervals are joined by "square and add" (Zou and Donner, Statistics in Medicine 27, 2008): which groups there
+    are is not left to chance. There is no interval if one group has none.
     """
-    means = [mean_score(group) for group in groups]
-    mean = sum(one.mean for one in means) / len(means)
+    mean = sum(one.mean for one in groups) / len(groups)
     below, above = [], []
-    for one in means:
+    for one in groups:
         if one.low is None or one.high is None:
             return Estimate(mean, None, None)
         below.append(one.mean - one.low)
         above.append(one.high - one.mean)
-    return Estimate(mean, mean - math.hypot(*below) / len(means), mean + math.hypot(*above) / len(means))
+    return Estimate(mean, mean - math.hypot(*below) / len(groups), mean + math.hypot(*above) / len(groups))
 
 
 def interval_of_score(score: float, values: Sequence[Any]) -> list[float] | None:

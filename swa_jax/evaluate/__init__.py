@@ -6,7 +6,7 @@ from swa_jax.evaluate.generated_answers import Answers, generate_answers, needle
 from swa_jax.evaluate.needle import needle_examples
 from swa_jax.evaluate.nll import AnswerScores, Perplexity, answer_nll, perplexity, score_answers
 from swa_jax.evaluate.ruler import RULER_TASKS, ruler_examples, ruler_grid
-from swa_jax.evaluate.ruler_qa import QuestionFile, read_hotpotqa, read_squad
+from swa_jax.evaluate.ruler_data import RulerData
 from swa_jax.evaluate.ruler_scores import RulerScore, ruler_scores
 from swa_jax.evaluate.sweep import SweepScore, perplexity_sweep
 
@@ -17,7 +17,7 @@ __all__ = [
     "Estimate",
     "Example",
     "Perplexity",
-    "QuestionFile",
+    "RulerData",
     "RulerScore",
     "SweepScore",
     "accuracy_interval",
@@ -30,8 +30,6 @@ __all__ = [
     "perplexity",
     "perplexity_sweep",
     "prompt_examples",
-    "read_hotpotqa",
-    "read_squad",
     "ruler_examples",
     "ruler_grid",
     "ruler_scores",

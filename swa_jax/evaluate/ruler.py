@@ -1,37 +1,27 @@
-"""RULER's tasks (arXiv:2404.06654), made from local text in the model's own tokens.
+"""RULER's 13 tasks (arXiv:2404.06654), made from local data in the model's own tokens.
 
-The wordings, the numbers and the scores are RULER's. What each task has in place of what cannot be shipped, and where
-it differs, stands in its own module; every example's `meta["haystack"]` says so too:
-
-- needles (niah_*): `ruler_needles.py`. Essays are the files or the text that the user names; without any, the held-out
-  modules of the Python standard library. Keys come from word lists of our own (`ruler_words.py`), not from
-  `wonderwords`. Sentences end at a full stop, question or exclamation mark before a blank, or at an empty line (for the
-  standard library, at every line end); not by NLTK's model;
-- variable tracking (vt): `ruler_tracking.py`;
-- common and frequent words (cwe, fwe): `ruler_counts.py`;
-- questions among documents (qa_1: SQuAD, qa_2: HotpotQA), from the user's own files: `ruler_qa.py`.
-
-One difference is meant for all: filler is cut where the length is reached, so that prompts end within 1 % of their
-target (`ruler_prompts.py`). One draw does not depend on how many examples there are.
+For the same data, seed and tokenizer the prompts are those of RULER's own generator, to the letter: of its release
+nvidia-long-context-eval 26.3, without a model's template. Its seed is 42. `ruler_prompts.py`, `ruler_tracking.py` and
+`ruler_qa.py` say where that generator has no prompts, or others. A depth can be asked for, which it has not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.settings import nearest
 from swa_jax.data.chat import Wrap
 from swa_jax.data.haystack import TextTokenizer
 from swa_jax.evaluate.examples import Example
-from swa_jax.evaluate.ruler_counts import common_example, frequent_example
-from swa_jax.evaluate.ruler_needles import NEEDLE_TASKS, HaystackSource, essay, needle_draft
-from swa_jax.evaluate.ruler_prompts import Room
-from swa_jax.evaluate.ruler_qa import READERS, QuestionFile, qa_example
-from swa_jax.evaluate.ruler_tracking import tracking_example
+from swa_jax.evaluate.ruler_counts import common_filler, frequent_drafts
+from swa_jax.evaluate.ruler_data import ADJECTIVES, HOTPOTQA, NOUNS, SQUAD, VERBS, RulerData
+from swa_jax.evaluate.ruler_needles import NEEDLE_TASKS, needle_filler
+from swa_jax.evaluate.ruler_prompts import Draft, Room
+from swa_jax.evaluate.ruler_qa import qa_filler
+from swa_jax.evaluate.ruler_tracking import tracking_drafts
 
 Cell = tuple[str, int, float | None]  # task, length, depth (None: drawn as RULER does)
 Score = Callable[[str, Sequence[str]], float]  # a text, references
@@ -54,17 +44,18 @@ class RulerTask:
     """What tells one task from another, but for its prompts."""
 
     new_tokens: int  # of an answer
+    files: tuple[str, ...] = ()  # of `RulerData`
     score: Score = string_match_all
     has_depth: bool = False  # what is asked for has one place
-    needs_file: bool = False
 
 
 RULER_TASKS: Mapping[str, RulerTask] = {
-    **dict.fromkeys(NEEDLE_TASKS, RulerTask(128, has_depth=True)),
+    **{name: RulerTask(128, task.files, has_depth=True) for name, task in NEEDLE_TASKS.items()},
     "vt": RulerTask(30),
-    "cwe": RulerTask(120),
+    "cwe": RulerTask(120, (NOUNS, ADJECTIVES, VERBS)),
     "fwe": RulerTask(50),
-    **dict.fromkeys(READERS, RulerTask(32, string_match_part, has_depth=True, needs_file=True)),
+    "qa_1": RulerTask(32, (SQUAD,), string_match_part, has_depth=True),
+    "qa_2": RulerTask(32, (HOTPOTQA,), string_match_part, has_depth=True),
 }
 
 
@@ -81,74 +72,60 @@ def ruler_examples(
     *,
     length: int,
     num_examples: int,
-    depths: Sequence[float] | None = None,
-    haystack: HaystackSource = None,
-    questions: QuestionFile | None = None,
+    data: RulerData,
+    depth: float | None = None,
     max_new_tokens: int | None = None,
     wrap: str | Wrap = "{prompt}",
-    seed: int = 0,
+    seed: int = 42,
 ) -> list[Example]:
-    """Examples of one RULER task. A prompt and `max_new_tokens` together are at most 1 % below `length` tokens.
+    """Examples of one RULER task. A prompt and `max_new_tokens` together have at most about `length` tokens.
 
+    As in RULER, a prompt of fwe alone has up to `length`, and the names of vt may take a few more than were counted.
     The prompt ends with RULER's answer prefix ("... mentioned in the provided text is"). `references` are what is to be
-    found; `answer` is what a perfect model would write, for the answer NLL. `meta["depth"]` is the place of the first
-    needle that is asked for, as a share of the haystack's sentences (qa: of the documents); `meta["needle_start"]` is
-    its first token. Lists of words (cwe) are cut between two words, which may be coarser than 1 % of a short length.
+    found; `answer` is what a perfect model would write, for the answer NLL. The first examples do not depend on how
+    many there are.
 
     Args:
       task: a name of `RULER_TASKS`.
       length: tokens of the prompt and of `max_new_tokens` together.
-      depths: places from 0 to 1 for the first needle asked for, taken in turn; None draws them as RULER does.
-      haystack: a text, or text files, for the tasks that take essays; None: Python standard library modules.
-      questions: for qa_1 and qa_2, a file as `read_squad` and `read_hotpotqa` read it.
+      depth: the place from 0 to 1 of the first needle asked for, or of the document with the answer; None draws it as
+        RULER does.
       max_new_tokens: tokens of an answer; None: as many as RULER gives the task.
       wrap: what a chat model wants around the question: a text that holds `{prompt}`, or a `Wrap`; the answer prefix
         follows it.
 
     Raises:
-      ConfigError: no such task, a depth outside 0 to 1 or for a task without a depth, an empty haystack, no file of
-        questions or too few in it, or a length that cannot hold what must be in the prompt.
+      ConfigError: no such task, a depth outside 0 to 1 or for a task without a depth, data that is not there or ends
+        too early, or a length that cannot hold what must be in the prompt (`TooShort`).
     """
     kind = ruler_task(task)
-    if depths is not None and (len(depths) == 0 or any(not 0 <= depth <= 1 for depth in depths)):
-        raise ConfigError(f"depths must be fractions of the prompt from 0 to 1, got {list(depths)}")
-    if depths is not None and not kind.has_depth:
+    if depth is not None and not 0 <= depth <= 1:
+        raise ConfigError(f"a depth must be a fraction of the prompt from 0 to 1, got {depth}")
+    if depth is not None and not kind.has_depth:
         raise ConfigError(
             f"RULER's task {task} has no depth, because what it asks for is all over the prompt: leave out the depths, "
             "or the task"
         )
-    if kind.needs_file and questions is None:
-        raise ConfigError(f"RULER's task {task} needs a file of questions: name your copy of the data set")
+    data.check(task, kind.files)
     new = kind.new_tokens if max_new_tokens is None else max_new_tokens
     room = Room(tokenizer, length, new, Wrap.of(wrap))
-    make = _maker(task, room, haystack, questions, seed)
-    examples = []
-    for index in range(num_examples):
-        depth = None if depths is None else depths[index % len(depths)]
-        example = make(np.random.default_rng([seed, index]), depth, index)
-        example.meta["task"] = task
-        examples.append(example)
+    drafts = _drafts(task, room, data, depth, seed)
+    examples = [room.example(draft) for draft in itertools.islice(drafts, num_examples)]
+    for example in examples:
+        example.meta["data"] = data.named(kind.files)
     return examples
 
 
-def _maker(
-    task: str, room: Room, haystack: HaystackSource, questions: QuestionFile | None, seed: int
-) -> Callable[[np.random.Generator, float | None, int], Example]:
-    """What makes an example of a generator, a depth and the example's number."""
+def _drafts(task: str, room: Room, data: RulerData, depth: float | None, seed: int) -> Iterator[Draft]:
     if task in NEEDLE_TASKS:
-        needles = NEEDLE_TASKS[task]
-        name, sentences = essay(haystack) if needles.haystack == "essay" else (f"{needles.haystack} (RULER)", [])
-
-        def needle(rng: np.random.Generator, depth: float | None, _: int) -> Example:
-            example = room.fit(needle_draft(needles, rng, depth, sentences))
-            example.meta["haystack"] = name
-            return example
-
-        return needle
-    if questions is not None and task in READERS:
-        return lambda rng, depth, index: qa_example(room, rng, depth, questions, questions.drawn(index, seed))
-    plain = {"vt": tracking_example, "cwe": common_example, "fwe": frequent_example}[task]
-    return lambda rng, depth, index: plain(room, rng)
+        return needle_filler(task, data, room.length, depth, seed).drafts(room)
+    if task == "vt":
+        return tracking_drafts(room, seed)
+    if task == "cwe":
+        return common_filler(room, data, seed).drafts(room)
+    if task == "fwe":
+        return frequent_drafts(room, seed)
+    return qa_filler(task, data.squad if task == "qa_1" else data.hotpotqa, depth, seed).drafts(room)
 
 
 def ruler_grid(
@@ -158,17 +135,15 @@ def ruler_grid(
     lengths: Sequence[int],
     depths: Sequence[float] | None,
     num_examples: int,
-    haystack: HaystackSource = None,
-    questions: Mapping[str, QuestionFile] | None = None,
+    data: RulerData,
     max_new_tokens: int | None = None,
     wrap: str | Wrap = "{prompt}",
-    seed: int = 0,
+    seed: int = 42,
 ) -> dict[Cell, list[Example]]:
-    """`num_examples` for every task, length and depth. What is asked for is the same at every length, but for cwe.
+    """`num_examples` for every task, length and depth.
 
     Args:
       depths: None leaves them to `ruler_examples`: one cell for each task and length.
-      questions: the files of qa_1 and qa_2, by task.
     """
     return {
         (task, length, depth): ruler_examples(
@@ -176,9 +151,8 @@ def ruler_grid(
             task,
             length=length,
             num_examples=num_examples,
-            depths=None if depth is None else [depth],
-            haystack=haystack,
-            questions=(questions or {}).get(task),
+            data=data,
+            depth=depth,
             max_new_tokens=max_new_tokens,
             wrap=wrap,
             seed=seed + 7919 * number,

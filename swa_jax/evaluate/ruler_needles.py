@@ -1,25 +1,18 @@
-"""RULER's needle tasks (niah_*, arXiv:2404.06654): values hidden in a long text under keys.
-
-The wording, the kinds of key and value, how many needles there are and where they lie are RULER's. Two differences are
-meant, beside the finer fit to a length: no two needles share a key or a value, and a depth can be asked for.
-"""
+"""RULER's needle tasks (niah_*, arXiv:2404.06654): values hidden in a long text under keys."""
 
 from __future__ import annotations
 
-import itertools
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from uuid import UUID
 
 import numpy as np
 
-from swa_jax.base.errors import ConfigError
-from swa_jax.data.haystack import NOISE, library_files, read_text
-from swa_jax.evaluate.ruler_prompts import Draft, Hay, enumeration, placed
-from swa_jax.evaluate.ruler_words import ADJECTIVES, NOUNS
+from swa_jax.data.haystack import NOISE
+from swa_jax.evaluate.ruler_data import ADJECTIVES, ESSAYS, NOUNS, RulerData
+from swa_jax.evaluate.ruler_prompts import Draft, Filler, enumeration
 
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 TASK_TEMPLATE = (
@@ -28,10 +21,8 @@ TASK_TEMPLATE = (
     "What {be_all} the special magic {kind} for {query} mentioned in the provided text?"
 )
 ANSWER_PREFIX = " The special magic {kind} for {query} mentioned in the provided text {be}"
-SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n\s*\n")
-DEPTHS = np.round(np.linspace(0, 100, 40)).astype(int) / 100  # where RULER puts needles in essays
-
-HaystackSource = str | Iterable[str | Path] | None
+DEPTHS = np.round(np.linspace(0, 100, 40)).astype(int).tolist()  # %, where needles lie in essays
+STEP_OF_ESSAYS, STEP, STEP_BELOW_4096 = 500, 25, 5  # words; lines
 
 
 @dataclass(frozen=True)
@@ -44,6 +35,11 @@ class NeedleTask:
     num_keys: int = 1
     num_values: int = 1  # of every key
     num_queries: int = 1
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        words = (ADJECTIVES, NOUNS) if self.keys == "words" else ()
+        return (*([ESSAYS] if self.haystack == "essay" else []), *words)
 
 
 NEEDLE_TASKS: Mapping[str, NeedleTask] = {
@@ -58,106 +54,75 @@ NEEDLE_TASKS: Mapping[str, NeedleTask] = {
 }
 
 
-def essay(source: HaystackSource) -> tuple[str, list[str]]:
-    """The haystack's name and its sentences, blanks and line ends within each made one blank."""
-    name, end = "text" if isinstance(source, str) else "files", SENTENCE_END
-    if source is None:
-        name, source = "python standard library (held out), in place of essays", library_files(held_out=True)
-        end = re.compile("\n")  # code has few sentences, and depths are counted in them
-    text = source if isinstance(source, str) else read_text(source)
-    sentences = [" ".join(part.split()) for part in end.split(text)]
-    sentences = [sentence for sentence in sentences if sentence]
-    if not sentences:
-        raise ConfigError("the haystack is empty; give a text or files with some words in them")
-    return name, sentences
+def needle_filler(name: str, data: RulerData, length: int, depth: float | None, seed: int) -> Filler:
+    """Prompts of a needle task; `depth`, if not None, is the place of the first needle asked for."""
+    task, rng = NEEDLE_TASKS[name], random.Random(seed)
+    essay = task.haystack == "essay"
+
+    def draw(kind: str) -> str:
+        if kind == "words":
+            return rng.choice(data.keys)
+        if kind == "numbers":
+            return str(rng.randint(10**6, 10**7 - 1))
+        return str(UUID(int=rng.getrandbits(128), version=4))
+
+    def line(key: str, value: str) -> str:
+        return NEEDLE.format(kind=task.values, key=key, value=value)
+
+    def make(size: int, _: int) -> Draft:
+        """The needles among `size` words of essays, or lines."""
+        drawn = [(draw(task.keys), [draw(task.values) for _ in range(task.num_values)]) for _ in range(task.num_keys)]
+        needles = [line(key, value) for key, values in drawn for value in values]
+        random.Random(seed).shuffle(needles)
+        if essay:
+            hay = data.sentences.first(size)
+            places = sorted(int(len(hay) * (place / 100)) for place in rng.sample(DEPTHS, len(needles)))
+        else:
+            needles.reverse()  # RULER puts the first one last
+            if task.haystack == "noise":
+                hay = [NOISE.strip()] * size
+            else:
+                hay = [line(draw(task.keys), draw(task.values)) for _ in range(size)]
+            places = sorted(rng.sample(range(size), len(needles)))
+        asked = [drawn[i] for i in rng.sample(range(task.num_keys), task.num_queries)]
+        placed = list(zip(places, needles, strict=True))
+        if depth is not None:
+            first = line(asked[0][0], asked[0][1][0])
+            others = [one for one in placed if one[1] != first]
+            placed = sorted([*others, (int(len(hay) * depth), first)], key=lambda one: one[0])
+        return _draft(task, asked, _among(hay, placed, essay))
+
+    step = STEP_OF_ESSAYS if essay else STEP if length >= 4096 else STEP_BELOW_4096
+    return Filler(name, make, step, most=data.sentences.num_words if essay else 2**62)
 
 
-def needle_draft(task: NeedleTask, rng: np.random.Generator, depth: float | None, essay: Sequence[str]) -> Draft:
-    """Needles and a question; `depth`, if not None, is the place of the first needle asked for.
-
-    Keys, values and places are drawn in one order whatever the length: what is drawn last is the haystack of needles.
-    """
-    keys, values = _Distinct(rng, task.keys), _Distinct(rng, task.values)
-    drawn = {next(keys): [next(values) for _ in range(task.num_values)] for _ in range(task.num_keys)}
-    queries = rng.permutation(list(drawn))[: task.num_queries].tolist()
-    sentences = {
-        value: NEEDLE.format(kind=task.values, key=key, value=value)
-        for key, of_key in drawn.items()
-        for value in of_key
-    }
-    if task.haystack == "essay":
-        places = rng.choice(DEPTHS, len(sentences), replace=False).tolist()
-    else:
-        places = rng.random(len(sentences)).tolist()
-    first = drawn[queries[0]][0]
-    places = dict(zip(sentences, places, strict=True))
-    if depth is not None:
-        places[first] = depth
-    if task.haystack == "essay":
-        source: Iterator[str] = itertools.cycle(essay)
-    elif task.haystack == "noise":
-        source = itertools.repeat(NOISE.strip())
-    else:
-        source = (NEEDLE.format(kind=task.values, key=key, value=next(values)) for key in keys)
-    hay, separator = Hay(source), " " if task.haystack == "essay" else "\n"
-    needles = sorted(((places[value], needle) for value, needle in sentences.items()), key=lambda n: n[0])
-    references = [value for query in queries for value in drawn[query]]
+def _draft(task: NeedleTask, asked: Sequence[tuple[str, list[str]]], context: str) -> Draft:
+    references = [value for _, values in asked for value in values]
     one = len(references) == 1
-    asked = {"kind": task.values[:-1] if one else task.values, "query": enumeration(queries)}
-
-    def question(size: int, whole_words: bool) -> str:
-        """The needles between the sentences of `size` characters of haystack, and what is asked."""
-        return TASK_TEMPLATE.format(
-            opening="A" if one else "Some",
-            be="is" if one else "are",
-            be_all="is" if one else "are all",
-            context=separator.join(placed(hay.take(size, whole_words), needles)),
-            **asked,
-        )
-
-    def about(size: int, whole_words: bool) -> dict[str, Any]:
-        return {
-            "depth": places[first],
-            "first": sentences[first],
-            "keys": queries,
-            "num_needles": len(needles),
-            "haystack_sentences": len(hay.take(size, whole_words)),
-        }
-
+    be = "is" if one else "are"
+    kind, query = task.values[:-1] if one else task.values, enumeration([key for key, _ in asked])
     return Draft(
-        least="the needles and the question",
-        prefix=ANSWER_PREFIX.format(be="is" if one else "are", **asked),
+        question=TASK_TEMPLATE.format(
+            opening="A" if one else "Some",
+            be=be,
+            be_all="is" if one else "are all",
+            kind=kind,
+            context=context,
+            query=query,
+        ),
+        prefix=ANSWER_PREFIX.format(kind=kind, query=query, be=be),
         references=references,
         answer=f" {enumeration(references)}.",
-        question=question,
-        about=about,
+        counted=" ".join(references),
     )
 
 
-class _Distinct:
-    """Keys or values of one kind, no two alike."""
-
-    def __init__(self, rng: np.random.Generator, kind: str):
-        self.rng, self.kind = rng, kind
-        self.taken: set[str] = set()
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        if self.kind == "words" and len(self.taken) == len(ADJECTIVES) * len(NOUNS):
-            raise ConfigError(
-                f"the haystack needs more than {len(self.taken)} keys of words, which is all there are: choose a "
-                "shorter length, or niah_multikey_3, whose keys are uuids"
-            )
-        while (drawn := self._draw()) in self.taken:
-            pass
-        self.taken.add(drawn)
-        return drawn
-
-    def _draw(self) -> str:
-        if self.kind == "words":
-            return f"{ADJECTIVES[self.rng.integers(len(ADJECTIVES))]}-{NOUNS[self.rng.integers(len(NOUNS))]}"
-        if self.kind == "numbers":
-            return str(self.rng.integers(10**6, 10**7))
-        return str(UUID(bytes=self.rng.bytes(16), version=4))
+def _among(hay: Sequence[str], placed: Sequence[tuple[int, str]], essay: bool) -> str:
+    """The needles, by rising place, before the sentence of that number. Essays are one line."""
+    parts, start = list[str](), 0
+    for place, needle in [*placed, (len(hay), "")]:
+        # Two needles side by side have two blanks between them, as in RULER: between is an empty piece.
+        parts += [" ".join(hay[start:place])] if essay else hay[start:place]
+        parts.append(needle)
+        start = place
+    return (" " if essay else "\n").join(parts[:-1])

@@ -1,14 +1,18 @@
-"""A model on RULER's tasks: every (task, length, depth) generated, scored, and with its intervals."""
+"""A model on RULER's tasks: every (task, length, depth) generated, scored, and with its intervals.
+
+Of several patterns each is compared with the first, prompt by prompt; and the tasks of a length have an average, in
+which each counts the same, as in RULER.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from swa_jax.base.errors import ConfigError
-from swa_jax.base.estimates import accuracy_interval, bootstrap
+from swa_jax.base.estimates import Estimate, accuracy_interval, mean_of_estimates, paired_score
 from swa_jax.data.tokenizer import Tokenizer
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.generated_answers import generate_answers
@@ -25,12 +29,13 @@ class RulerScore:
     length: int
     depth: float | None
     score: float
-    interval: list[float] | None  # Wilson's, 95 %
-    # Percentile bootstrap over examples, 95 %: no width where all scores are equal, None for one example.
-    bootstrap_interval: list[float] | None
+    interval: list[float] | None  # Wilson's, 95 %; of an average, those of its tasks joined
     num_examples: int
     prompt_tokens: list[int]  # the shortest and the longest
-    haystack: str
+    data: str  # whether the files that the prompts are made of are RULER's own; empty where there are none
+    scores: list[float]  # of each example; of an average, of each task
+    difference: float | None = None  # from the first pattern, on the same prompts
+    difference_interval: list[float] | None = None  # 95 %
 
 
 def ruler_scores(
@@ -85,14 +90,47 @@ def ruler_scores(
 
 
 def _cell_score(cell: Cell, examples: Sequence[Example], scores: np.ndarray) -> RulerScore:
-    wilson, resampled = accuracy_interval(scores), bootstrap(scores)
+    wilson = accuracy_interval(scores)
     tokens = [len(example.prompt) for example in examples]
     return RulerScore(
         *cell,
         score=wilson.mean,
         interval=wilson.interval,
-        bootstrap_interval=resampled.interval,
         num_examples=len(examples),
         prompt_tokens=[min(tokens), max(tokens)],
-        haystack=examples[0].meta["haystack"],
+        data=examples[0].meta["data"],
+        scores=scores.tolist(),
     )
+
+
+AVERAGE = "average"
+
+
+def against(scores: Sequence[RulerScore], first: Sequence[RulerScore]) -> list[RulerScore]:
+    """The scores with what they differ by from the first pattern's, in the same cells."""
+    return [_differing(one, paired_score(one.scores, other.scores)) for one, other in zip(scores, first, strict=True)]
+
+
+def average(scores: Sequence[RulerScore], first: Sequence[RulerScore] | None) -> RulerScore:
+    """The average of a length's tasks, each counting the same; `first`: the first pattern's, if these are another's."""
+    mean = mean_of_estimates([accuracy_interval(one.scores) for one in scores])
+    tokens = [one.prompt_tokens for one in scores]
+    made = RulerScore(
+        AVERAGE,
+        scores[0].length,
+        None,
+        score=mean.mean,
+        interval=mean.interval,
+        num_examples=sum(one.num_examples for one in scores),
+        prompt_tokens=[min(low for low, _ in tokens), max(high for _, high in tokens)],
+        data="; ".join(dict.fromkeys(one.data for one in scores if one.data)),
+        scores=[one.score for one in scores],
+    )
+    if first is None:
+        return made
+    pairs = zip(scores, first, strict=True)
+    return _differing(made, mean_of_estimates([paired_score(one.scores, other.scores) for one, other in pairs]))
+
+
+def _differing(score: RulerScore, difference: Estimate) -> RulerScore:
+    return replace(score, difference=difference.mean, difference_interval=difference.interval)

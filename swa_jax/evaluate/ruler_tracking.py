@@ -1,88 +1,83 @@
 """RULER's variable tracking (vt, arXiv:2404.06654): which variables have a value that is assigned once and handed on.
 
 One chain of five statements, `VAR AAAAA = 12345`, `VAR BBBBB = VAR AAAAA`, ..., stands in order among RULER's repeated
-sentences; a solved example with a chain of its own comes first. Names have five letters, those of the example three.
-The example takes at most 500 tokens, as RULER's, and at most a quarter of the length, so that short prompts have room
-for their own chain. Beside that and the finer fit to a length, no two variables share a name.
+sentences; a solved example of at most 500 tokens comes first, whose variables have other names in each prompt.
+
+Two differences. Where two variables of a chain have one name, which RULER's generator cannot take, all are drawn again.
+And where a prompt does not fit, its filler shrinks as that of other tasks; RULER's generator keeps the size and draws
+again.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
 import string
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
+from swa_jax.data.chat import Wrap
 from swa_jax.data.haystack import NOISE
-from swa_jax.evaluate.examples import Example
-from swa_jax.evaluate.ruler_prompts import Draft, Hay, Room, placed
+from swa_jax.evaluate.ruler_prompts import Draft, Filler, Room, TooShort
 
 TASK_TEMPLATE = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
     "Question: Find all variables that are assigned the value {value} in the text above."
 )
 ANSWER_PREFIX = (
-    " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assigned the "
-    "value {value}, they are: "
+    " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assgined the "
+    "value {value}, they are: "  # spelt as in RULER
 )
-HOPS = 4
+NAME, NUM_NAMES = "vt", 5
 LETTERS, LETTERS_OF_EXAMPLE = 5, 3
-EXAMPLE_TOKENS = 500
-NAME = "noise (RULER)"
+EXAMPLE_TOKENS, EXAMPLE_ANSWER = 500, 30
+STEP, STEP_OF_EXAMPLE = 10, 5  # lines
 
 
-def tracking_example(room: Room, rng: np.random.Generator) -> Example:
-    """One example. `references` are the names of the chain, in its order."""
-    solved, asked = _draw(rng, LETTERS_OF_EXAMPLE), _draw(rng, LETTERS)
-    most = min(EXAMPLE_TOKENS, room.length // 4)
+def tracking_drafts(room: Room, seed: int) -> Iterator[Draft]:
+    """Prompts without end. `references` are the names of the chain, in its order."""
+    rng, values = random.Random(seed), np.random.RandomState(seed)
 
-    def example(lines: int) -> str:
-        return solved.text([NOISE.strip()] * lines) + solved.prefix + solved.answer + "\n\n"
+    def letters(count: int) -> str:
+        return "".join(rng.choices(string.ascii_uppercase, k=count))
 
-    lines = next(n for n in itertools.count() if len(room.tokenizer.encode(example(n + 1))) > most)
-    before, hay = example(lines), Hay(itertools.repeat(NOISE.strip()))
-    return room.fit(
-        Draft(
-            least="the example, the chain and the question of vt",
-            prefix=asked.prefix,
-            references=asked.names,
-            answer=asked.answer,
-            question=lambda size, whole_words: before + asked.text(hay.take(size, whole_words)),
-            about=lambda *_: {"first": asked.statements[0], "depths": asked.depths, "haystack": NAME},
+    def make(size: int, length: int, example_tokens: int) -> Draft:
+        names = [letters(length) for _ in range(NUM_NAMES)]
+        while len(set(names)) < NUM_NAMES:
+            names = [letters(length) for _ in range(NUM_NAMES)]
+        value = str(values.randint(10_000, 99_999))
+        handed_on = [f"VAR {name} = VAR {before} " for before, name in itertools.pairwise(names)]
+        lines = [NOISE.strip() + "\n"] * size
+        if size <= NUM_NAMES:  # too few to stand between: the chain stands among their sentences
+            lines = [part + "." if part.strip() else part for line in lines for part in line.split(".")]
+        places = sorted(rng.sample(range(len(lines)), NUM_NAMES))
+        for shift, (place, statement) in enumerate(zip(places, [f"VAR {names[0]} = {value}", *handed_on], strict=True)):
+            lines.insert(place + shift, statement)
+        return Draft(
+            question=TASK_TEMPLATE.format(context=" ".join(lines).replace(". \n", ".\n"), value=value),
+            prefix=ANSWER_PREFIX.format(count=NUM_NAMES, value=value),
+            references=names,
+            answer=f" {' '.join(names)}",
+            counted=f" {names}",
+            example_tokens=example_tokens,
         )
-    )
+
+    solved, solved_names = _example(room, lambda size, _: make(size, LETTERS_OF_EXAMPLE, 0))
+    tokens = len(room.tokenizer.encode(solved))
+    for draft in Filler(NAME, lambda size, _: make(size, LETTERS, tokens), STEP).drafts(room):
+        example = solved
+        for name in solved_names:
+            example = example.replace(name, letters(LETTERS_OF_EXAMPLE))
+        yield replace(draft, example=f" {example}\n\n")
 
 
-@dataclass(frozen=True)
-class _Chain:
-    names: list[str]
-    value: str
-    depths: list[float]  # of the statements, rising
-
-    @property
-    def statements(self) -> list[str]:
-        """A blank ends all but the first, as in RULER."""
-        handed_on = [f"VAR {name} = VAR {before} " for before, name in itertools.pairwise(self.names)]
-        return [f"VAR {self.names[0]} = {self.value}", *handed_on]
-
-    @property
-    def prefix(self) -> str:
-        return ANSWER_PREFIX.format(count=len(self.names), value=self.value)
-
-    @property
-    def answer(self) -> str:
-        return f" {' '.join(self.names)}"
-
-    def text(self, noise: Sequence[str]) -> str:
-        lines = placed(noise, list(zip(self.depths, self.statements, strict=True)))
-        return TASK_TEMPLATE.format(context="\n".join(lines), value=self.value)
-
-
-def _draw(rng: np.random.Generator, letters: int) -> _Chain:
-    names: dict[str, None] = {}
-    while len(names) <= HOPS:
-        names["".join(rng.choice(list(string.ascii_uppercase), letters))] = None
-    value = str(rng.integers(10_000, 100_000))
-    return _Chain(list(names), value, sorted(rng.random(HOPS + 1).tolist()))
+def _example(room: Room, make: Callable[[int, int], Draft]) -> tuple[str, list[str]]:
+    """The solved example and its names; of one line where not even that fits."""
+    filler = Filler(NAME, make, STEP_OF_EXAMPLE)
+    try:
+        draft = next(filler.drafts(Room(room.tokenizer, EXAMPLE_TOKENS, EXAMPLE_ANSWER, Wrap(start_tokens=False))))
+    except TooShort:
+        draft = filler.make(1, 0)
+    return draft.question + draft.prefix + draft.answer + "\n\n", draft.references

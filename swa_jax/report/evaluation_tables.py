@@ -19,20 +19,38 @@ LENGTH = number("Length", "length")
 
 
 def ruler_table(rows: Sequence[Row]) -> Table:
-    """One line for every pattern, task, length and depth."""
-    haystacks = f"Haystacks: {'; '.join(dict.fromkeys(row['haystack'] for row in rows))}."
-    if "in place of essays" in haystacks:
-        haystacks += " RULER's essays are not shipped: name them with --haystack."
-    questions = any(row["task"].startswith("qa") for row in rows)
-    notes = (
-        "95 % interval in brackets (Wilson).",
-        "Prompts leave room for the answer and are within 1 % below their length.",
-        *(["qa: 100 % where one of the right answers is there."] if questions else []),
-        haystacks,
-    )
-    examples = number("Examples", "num_examples")
-    columns = [PATTERN, text("Task", "task"), LENGTH, _depth(rows), score("Found"), examples]
-    return table_of("RULER: share of what is asked for that the answers have", rows, columns, notes)
+    """One line for every length, task and depth, the average last; one column a pattern."""
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    lines: dict[tuple[int, str, float | None], dict[str, Row]] = {}
+    for row in rows:
+        lines.setdefault((row["length"], row["task"], row["depth"]), {})[row["name"]] = row
+    ordered = [lines[place] for place in sorted(lines, key=lambda place: place[0])]
+    notes = ["95 % interval in brackets (Wilson)."]
+    if len(names) > 1:
+        notes.append(f"Below it: the difference from {names[0]} on the same prompts, in points, and its interval.")
+    if any(row["task"].startswith("qa") for row in rows):
+        notes.append("qa: 100 % where one of the right answers is there.")
+    if data := dict.fromkeys(row["data"] for row in rows if row["data"] and row["task"] != "average"):
+        notes.append(f"Data: {'; '.join(data)}.")
+
+    def of_line(shown: Shown) -> Shown:
+        return shown[0], lambda line: shown[1](next(iter(line.values())))
+
+    def of_pattern(name: str) -> Shown:
+        def cell(line: dict[str, Row]) -> str:
+            row = line.get(name)
+            if row is None:
+                return ""
+            digits = 1 if row["task"] == "average" else 0
+            shown = with_interval(row["score"], row["interval"], lambda x: f"{100 * x:.{digits}f}", " %")
+            points = with_interval(row["difference"], row["difference_interval"], lambda x: f"{100 * x:+.{digits}f}")
+            return shown + (points and "\n" + points.replace("\n", " "))
+
+        return Column(name), cell
+
+    shown = [text("Task", "task"), LENGTH, _depth(rows), number("Prompts", "num_examples")]
+    columns = [*(of_line(one) for one in shown if one is not None), *map(of_pattern, names)]
+    return table_of("RULER: share of what is asked for that the answers have", ordered, columns, notes)
 
 
 def chain_table(rows: Sequence[Row]) -> Table:

@@ -10,17 +10,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from command_line import run
+from ruler_files import write_ruler_data
 from tiny_models import byte_checkpoint, make, start_tokenizer
 from typer.testing import CliRunner
 
 from swa_jax.base.errors import ConfigError
-from swa_jax.base.estimates import accuracy_interval, bootstrap
+from swa_jax.base.estimates import accuracy_interval
 from swa_jax.checkpoint.folder import load_model
 from swa_jax.cli.main import app
 from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.evaluate import Example, answer_nll, perplexity
 from swa_jax.evaluate.measure import score_by_depth
-from swa_jax.evaluate.ruler import ruler_grid
+from swa_jax.evaluate.ruler import RULER_TASKS, ruler_grid
+from swa_jax.evaluate.ruler_data import RulerData
 from swa_jax.evaluate.ruler_scores import RulerScore, ruler_scores
 from swa_jax.evaluate.sweep import perplexity_sweep, with_window
 from swa_jax.model.flops import matrix_parameters
@@ -53,8 +55,13 @@ def text(tmp_path_factory):
 # ---- RULER ----
 
 
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return RulerData(write_ruler_data(tmp_path_factory.mktemp("ruler")))
+
+
 @pytest.mark.slow
-def test_scores_are_those_of_the_texts_that_generate_gives(checkpoint):
+def test_scores_are_those_of_the_texts_that_generate_gives(checkpoint, data):
     model, tokenizer = load_model(checkpoint), load_tokenizer(checkpoint)
     grid = ruler_grid(
         tokenizer,
@@ -62,6 +69,7 @@ def test_scores_are_those_of_the_texts_that_generate_gives(checkpoint):
         lengths=[900],
         depths=[0.0, 1.0],
         num_examples=2,
+        data=data,
         max_new_tokens=8,
     )
     cells = list(grid)
@@ -75,9 +83,9 @@ def test_scores_are_those_of_the_texts_that_generate_gives(checkpoint):
     assert [(s.task, s.length, s.depth) for s in scores] == cells
     assert [s.score for s in scores] == [1, 0, 0, 0.25]
     assert scores[3].interval == list(accuracy_interval([0.5, 0])[1:])
-    assert scores[3].bootstrap_interval == list(bootstrap([0.5, 0])[1:]) == [0, 0.5]
+    assert scores[3].scores == [0.5, 0]
     assert {s.num_examples for s in scores} == {2}
-    assert all(0.99 * s.length <= p + 8 <= s.length for s in scores for p in s.prompt_tokens)
+    assert all(p + 8 <= s.length for s in scores for p in s.prompt_tokens)
 
 
 @pytest.mark.slow
@@ -98,9 +106,11 @@ def test_what_goes_beyond_the_context_goes_on_with_a_note(checkpoint, text, tmp_
     assert note.format(320, 4) in run(*select, "--out", tmp_path / "p.json")
 
 
-def test_an_end_token_ends_the_answer(checkpoint, monkeypatch):
+def test_an_end_token_ends_the_answer(checkpoint, data, monkeypatch):
     model, tokenizer = load_model(checkpoint), load_tokenizer(checkpoint)
-    grid = ruler_grid(tokenizer, ["niah_single_1"], lengths=[900], depths=None, num_examples=1, max_new_tokens=8)
+    grid = ruler_grid(
+        tokenizer, ["niah_single_1"], lengths=[900], depths=None, num_examples=1, data=data, max_new_tokens=8
+    )
     ((cell, (example,)),) = grid.items()
     (said,) = generate(model, [example.prompt], max_new_tokens=8)
     last = next(i for i, token in enumerate(said) if token not in said[:i] and i >= 1)
@@ -110,49 +120,64 @@ def test_an_end_token_ends_the_answer(checkpoint, monkeypatch):
     assert ruler_scores(model, tokenizer, grid)[0].score == 0  # as many tokens as the grid was made for
 
 
-def test_answers_longer_than_their_room_are_refused(checkpoint):
+def test_answers_longer_than_their_room_are_refused(checkpoint, data):
     model, tokenizer = load_model(checkpoint), load_tokenizer(checkpoint)
-    grid = ruler_grid(tokenizer, ["niah_single_1"], lengths=[900], depths=None, num_examples=1, max_new_tokens=8)
+    grid = ruler_grid(
+        tokenizer, ["niah_single_1"], lengths=[900], depths=None, num_examples=1, data=data, max_new_tokens=8
+    )
     with pytest.raises(ConfigError, match="prompts of length 900 leave less than max_new_tokens = 9"):
         ruler_scores(model, tokenizer, grid, max_new_tokens=9)
 
 
 @pytest.mark.slow
-def test_ruler_on_the_command_line(checkpoint, tmp_path):
-    folder = tmp_path / "essays"
-    folder.mkdir()
-    (folder / "one.txt").write_text("An essay. It goes on. ")
-    (folder / "two.txt").write_text("Another one follows. ")
+def test_ruler_on_the_command_line(checkpoint, data, tmp_path):
     out = tmp_path / "results"
     patterns = ("--pattern", "full", "--pattern", "window", "--window", 16)
-    options = ("--lengths", "900,1000", "--depths", "0,1", "--examples", 1, "--max-new-tokens", 4)
+    options = ("--lengths", "1400,1500", "--examples", 2, "--max-new-tokens", 4, "--data", data.folder)
     tasks = ("niah_single_2", "niah_single_1")
-    output = run("evaluate", "ruler", checkpoint, *tasks, *patterns, *options, "--haystack", folder, "--out", out)
-    assert "niah_single_2" in output
-    assert "RULER's prompts 16/16\n" in output
-    assert "Haystacks: files; noise (RULER)." in output
+    output = run("evaluate", "ruler", checkpoint, *tasks, *patterns, *options, "--depths", "0,1", "--out", out)
+    assert "RULER's prompts 32/32\n" in output
+    assert (
+        "Data: your own essays.txt and adjectives.txt and nouns.txt; your own adjectives.txt and nouns.txt." in output
+    )
     results = json.loads((out / "results.json").read_text())
     assert results["settings"]["ruler"]["tasks"] == list(tasks)
     rows = results["ruler"]
-    assert len(rows) == 2 * 2 * 2 * 2
-    assert {row["haystack"] for row in rows} == {"files", "noise (RULER)"}
+    assert len(rows) == 2 * 2 * 2 * 2  # no average over depths
     assert [(r["name"], r["task"], r["length"], r["depth"]) for r in rows[:3]] == [
-        ("full", "niah_single_2", 900, 0),
-        ("full", "niah_single_2", 900, 1),
-        ("full", "niah_single_2", 1000, 0),
+        ("full", "niah_single_2", 1400, 0),
+        ("full", "niah_single_2", 1400, 1),
+        ("full", "niah_single_2", 1500, 0),
     ]
     assert (out / "ruler.png").read_bytes().startswith(b"\x89PNG")
-    late = ("niah_single_1", "--lengths", "900,300", "--out", tmp_path / "late")
+    late = ("niah_single_1", "--lengths", "900,300", "--data", data.folder, "--out", tmp_path / "late")
     assert "length is 300 tokens" in fails("ruler", checkpoint, *late)
     assert not (tmp_path / "late" / "results.json").exists()  # said before anything is measured
     template = tmp_path / "template.txt"
     template.write_text("no place")
-    one = ("ruler", checkpoint, "niah_single_1")
+    one = ("ruler", checkpoint, "niah_single_1", "--data", data.folder)
     assert "{prompt} exactly once" in fails(*one, "--template", template, "--lengths", 900)
     assert "'niah_singel_1'; did you mean 'niah_single_1'?" in fails("ruler", checkpoint, "niah_singel_1")
     assert "--lengths is '4k': give whole numbers from 1 on" in fails(*one, "--lengths", "4k")
-    (tmp_path / "empty").mkdir()
-    assert "folder without files" in fails(*one, "--haystack", tmp_path / "empty")
+    missing = fails("ruler", checkpoint, "qa_1", "--data", tmp_path / "none")
+    assert "squad.json, which is not there: run `make ruler-data`" in missing
+    for wrong in ((), ("vt", "--all")):
+        assert "name the tasks to measure, or take all 13 with --all" in fails("ruler", checkpoint, *wrong)
+    assert "--depths: the task vt has no depth" in fails("ruler", checkpoint, "vt", "--depths", 1)
+
+
+@pytest.mark.slow
+def test_all_of_ruler_has_an_average_and_differences(checkpoint, data, tmp_path):
+    patterns = ("--pattern", "full", "--pattern", "window", "--window", 16)
+    options = ("--lengths", 3000, "--examples", 1, "--max-new-tokens", 1, "--data", data.folder)
+    output = run("evaluate", "ruler", checkpoint, "--all", *patterns, *options, "--out", tmp_path)
+    assert "the difference from full on the same prompts" in output
+    rows = json.loads((tmp_path / "results.json").read_text())["ruler"]
+    assert [row["task"] for row in rows] == 2 * [*RULER_TASKS, "average"]
+    for row in rows:
+        assert (row["difference"] is None) == (row["name"] == "full")
+    (average,) = (row for row in rows if (row["name"], row["task"]) == ("window", "average"))
+    assert average["score"] == np.mean([row["score"] for row in rows if row["name"] == "window"][:-1])
 
 
 def test_what_was_measured_before_an_interruption_is_kept(checkpoint, tmp_path, monkeypatch):
@@ -162,10 +187,10 @@ def test_what_was_measured_before_an_interruption_is_kept(checkpoint, tmp_path, 
         lengths.append(next(iter(cells))[1])
         if len(lengths) == 2:
             raise KeyboardInterrupt
-        return [RulerScore(*cell, 1.0, [0.5, 1.0], [1.0, 1.0], 1, [890, 896], "h") for cell in cells]
+        return [RulerScore(*cell, 1.0, [0.5, 1.0], 1, [890, 896], "", [1.0]) for cell in cells]
 
     monkeypatch.setattr(importlib.import_module("swa_jax.evaluate.ruler_scores"), "ruler_scores", measure)
-    arguments = ("niah_single_1", "--lengths", "900,1000", "--examples", 1, "--out", tmp_path)
+    arguments = ("fwe", "--lengths", "900,1000", "--examples", 1, "--out", tmp_path)
     result = CliRunner().invoke(app, ["evaluate", "ruler", str(checkpoint), *map(str, arguments)])
     assert result.exit_code != 0
     assert lengths == [900, 1000]
@@ -283,18 +308,18 @@ def test_a_sweep_on_the_command_line(checkpoint, text, tmp_path):
 def test_routing_on_the_command_line(checkpoint, text, tmp_path):
     out = tmp_path / "results"
     options = ("--pattern", "switch", "--window", 16, "--text", text, "--text-length", 64, "--out", out)
-    tasks = ("--ruler", "niah_single_1", "--depths", "0,1", "--examples", 1, "--max-new-tokens", 2)
+    tasks = ("--ruler", "niah_multikey_3", "--depths", "0,1", "--examples", 1, "--max-new-tokens", 2)
     output = run("evaluate", "routing", checkpoint, *options, *tasks, "--lengths", 900)
     assert "Routing: share of the queries" in output
     rows = json.loads((out / "results.json").read_text())["routing"]
     assert [(r["data"], r["length"], r["depth"]) for r in rows] == [
         ("text", 64, None),
-        ("niah_single_1", 900, 0),
-        ("niah_single_1", 900, 1),
+        ("niah_multikey_3", 900, 0),
+        ("niah_multikey_3", 900, 1),
     ]
     assert all(len(r["by_layer"]) == 2 and 0 <= r["full_ratio"] <= 1 for r in rows)
     assert rows[0]["n"] == 560 // 64
-    assert rows[1]["keys_of_full"] > 890
+    assert rows[1]["keys_of_full"] > 700
     config = load_model(checkpoint).config
     wide = config.num_attention_heads * config.head_dim * config.num_hidden_layers
     for row in rows:

@@ -3,10 +3,12 @@
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from characters import Characters
 from command_line import fails, run
+from ruler_files import write_ruler_data
 from tiny_models import byte_checkpoint, make, with_template
 
 import swa_jax
@@ -106,56 +108,31 @@ def test_what_does_not_go_together_is_one_sentence(checkpoint, talking, tmp_path
     refused(tmp_path, "does not read 'enable_thinking'", chat=True, thinking=False)
 
 
-# ---- RULER's tasks by name ----
+# ---- RULER ----
 
 
-def test_the_tasks_that_names_stand_for(tmp_path) -> None:
-    squad, hotpot = tmp_path / "squad.json", tmp_path / "hotpot.json"
-
-    def chosen(*names: str, at_depths: bool = False, **files) -> list[str]:
-        return RulerPrompts(**files).chosen(names, at_depths)
-
-    every = chosen("all")
-    assert every[-3:] == ["vt", "cwe", "fwe"]
-    assert len(every) == 11
-    assert chosen("all", at_depths=True) == every[:-3]
-    assert chosen("qa", squad=squad) == ["qa_1"]
-    assert chosen("vt", "qa", "vt", squad=squad, hotpotqa=hotpot) == ["vt", "qa_1", "qa_2"]
-    for names, files, message in (
-        (["qa"], {}, "the task qa needs questions: .*--squad.*--hotpotqa"),
-        (["qa_2"], {"squad": squad}, "task qa_2 needs questions: name your copy of HotpotQA's JSON with --hotpotqa"),
-        (["vt"], {"squad": squad}, "a file for qa_1 is given, but that task is not asked for"),
-        (["wve"], {}, "no RULER task 'wve'"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            chosen(*names, **files)
-    with pytest.raises(ConfigError, match="--depths: the task cwe has no depth"):
-        chosen("niah_single_1", "cwe", at_depths=True)
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return write_ruler_data(tmp_path_factory.mktemp("ruler"))
 
 
-def test_too_little_room_is_said_before_the_first_prompt(capsys) -> None:
+def test_too_little_room_is_said_before_the_first_prompt(data) -> None:
     # Lists below 4096 tokens need less than longer ones do.
     def grid(lengths: str, *tasks: str):
-        return RulerPrompts(lengths=lengths).grid(tasks, None, 1, 0, Wrap())
+        return RulerPrompts(lengths=lengths, data=data).grid(tasks, None, 1, 0, Wrap())
 
-    for tasks in (["cwe"], ["cwe", "all"]):
-        with pytest.raises(ConfigError, match=r"length is 4500 tokens, but .* of cwe alone take"):
-            grid("8000,3000,4500", *tasks).fitting(Characters())
-    ((cell, *_),) = [*grid("3000", "cwe").fitting(Characters()).cells(Characters())]
+    with pytest.raises(ConfigError, match=r"length is 4500 tokens, but the shortest prompt of cwe takes"):
+        grid("9000,3000,4500", "vt", "cwe").check(Characters())
+    with pytest.raises(ConfigError, match=r"length is 300000 tokens, but the data of niah_single_2 ends before that"):
+        grid("3000,300000", "niah_single_2").check(Characters())
+    short = grid("3000", "cwe")
+    short.check(Characters())
+    ((cell, *_),) = [*short.cells(Characters())]
     assert cell == ("cwe", 3000, None)
 
-    # A task that nobody named is left out, with a sentence; if none is left, that is an error.
-    every = grid("4500", "all")
-    assert [*every.fitting(Characters()).tasks] == [task for task in every.tasks if task != "cwe"]
-    assert "the task cwe is left out: length is 4500 tokens, but" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="length is 300 tokens"):
-        grid("300", "all").fitting(Characters())
 
-
-def test_tasks_of_ruler_go_on_after_an_interruption(checkpoint, talking, tmp_path, monkeypatch) -> None:
-    data = [{"question": f"q{i}", "answer": f"a{i}", "context": [[f"t{i}", [f"Text {i}."]]]} for i in range(4)]
-    (tmp_path / "hotpot.json").write_text(json.dumps(data))
-    options = ("vt", "fwe", "qa", "--hotpotqa", tmp_path / "hotpot.json", "--lengths", 2200, "--examples", 2)
+def test_tasks_of_ruler_go_on_after_an_interruption(checkpoint, talking, data, tmp_path, monkeypatch) -> None:
+    options = ("vt", "fwe", "qa_2", "--data", data, "--lengths", 2200, "--examples", 2)
     options += ("--max-new-tokens", 2, "--batch-size", 1, "--chat", "--no-thinking")
     whole = tmp_path / "whole"
     output = run("evaluate", "ruler", talking, *options, "--out", whole)
@@ -165,6 +142,7 @@ def test_tasks_of_ruler_go_on_after_an_interruption(checkpoint, talking, tmp_pat
         ("vt", None, 2),
         ("fwe", None, 2),
         ("qa_2", None, 2),
+        ("average", None, 6),
     ]
     samples = (whole / "samples.jsonl").read_text().splitlines()
     assert len(samples) == 6

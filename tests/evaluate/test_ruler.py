@@ -1,231 +1,263 @@
-"""RULER's needle tasks: prompts against worked examples, lengths, depths, haystacks and scores."""
+"""RULER's tasks: prompts as its own generator makes them, where it makes none, depths, data and scores."""
 
+import hashlib
+import json
 import re
-from itertools import cycle, islice
+from itertools import islice
+from pathlib import Path
 
 import pytest
 from characters import Characters
+from ruler_files import write_ruler_data
 
 from swa_jax.base.errors import ConfigError
-from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
-from swa_jax.evaluate.ruler import ruler_examples, ruler_grid, string_match_all
-from swa_jax.evaluate.ruler_needles import NEEDLE_TASKS
-from swa_jax.evaluate.ruler_words import ADJECTIVES, NOUNS
+from swa_jax.data.chat import Wrap
+from swa_jax.data.tokenizer import load_tokenizer
+from swa_jax.evaluate.ruler import RULER_TASKS, ruler_examples, ruler_grid, string_match_all, string_match_part
+from swa_jax.evaluate.ruler_counts import common_filler
+from swa_jax.evaluate.ruler_data import SUMS, Essays, Pairs, RulerData
+from swa_jax.evaluate.ruler_needles import needle_filler
+from swa_jax.evaluate.ruler_prompts import Draft, Filler, Room
+from swa_jax.evaluate.ruler_qa import qa_filler
+from swa_jax.evaluate.ruler_scores import RulerScore, against, average
 
-ESSAY = """Work hard.  Then rest!
-Is that all? It is.
-
-A new paragraph without an end
-
-One more for the road, he said. """
-SENTENCES = [
-    "Work hard.",
-    "Then rest!",
-    "Is that all?",
-    "It is.",
-    "A new paragraph without an end",
-    "One more for the road, he said.",
-]
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden/ruler.json").read_text())
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-UUID4 = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
+QA = ("qa_1", "qa_2")
+
+
+class Recall:
+    """The tokenizer of the bundled model, which also knows the text of what it has encoded."""
+
+    def __init__(self):
+        self.plain, self.texts = load_tokenizer("swa_jax/recall"), {}
+        self.spans = self.plain.spans
+
+    def encode(self, text: str) -> list[int]:
+        ids = self.plain.encode(text)
+        self.texts[tuple(ids)] = text
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        return self.texts[tuple(ids)]
 
 
 @pytest.fixture(scope="module")
-def bpe() -> Tokenizer:
-    return load_tokenizer("swa_jax/recall")
+def recall() -> Recall:
+    return Recall()
 
 
-def made(task: str, **options):
-    """One example of a task in characters: the example, its prompt's text and its context."""
-    given = {"length": 3000, "num_examples": 1, "haystack": ESSAY, "depths": [0.5]} | options
-    (example,) = ruler_examples(Characters(), task, **given)
-    prompt = Characters().decode(example.prompt)
-    opening, _, rest = prompt.partition("\n")
-    context, _, question = rest.rpartition("\n")
-    return example, opening, context, question
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> RulerData:
+    return RulerData(write_ruler_data(tmp_path_factory.mktemp("ruler")))
 
 
-def check_haystack(context: str, needles: list[str], haystack: list[str], separator: str) -> list[int]:
-    """Taken out the needles, the context is the haystack from its start, cut at its end. How much lies before each."""
-    before = []
-    for needle in needles:
-        assert context.count(needle) == 1
-    for needle in sorted(needles, key=context.index):
-        start = context.index(needle)
-        before.append(len(context[:start].split(separator)) - 1 if separator == "\n" else start)
-        context = (
-            context[:start].removesuffix(separator) + separator + context[start + len(needle) :].lstrip(separator)
-            if start
-            else context[len(needle) :].lstrip(separator)
+def made(task: str, data: RulerData, length: int = 4000, **options):
+    """One example of a task in characters, and the text of its prompt."""
+    (example,) = ruler_examples(Characters(), task, length=length, num_examples=1, data=data, **options)
+    return example, Characters().decode(example.prompt)
+
+
+# ---- as RULER's own generator ----
+
+
+@pytest.mark.parametrize("length", [int(length) for length in GOLDEN["prompts"]])
+@pytest.mark.parametrize("task", RULER_TASKS)
+def test_prompts_are_those_of_rulers_own_generator(recall, data, task: str, length: int) -> None:
+    golden = GOLDEN["prompts"][str(length)][task]
+    made = ruler_examples(recall, task, length=length, num_examples=len(golden), data=data, seed=GOLDEN["seed"])
+    for example, (characters, text_sum, outputs) in zip(made, golden, strict=True):
+        text = recall.decode(example.prompt)
+        assert len(text) == characters
+        assert hashlib.sha256(text.encode()).hexdigest() == text_sum
+        assert example.references == outputs
+        assert example.meta["max_new_tokens"] == RULER_TASKS[task].new_tokens
+
+
+def test_answers_have_the_room_that_ruler_gives_them() -> None:
+    new = {task: kind.new_tokens for task, kind in RULER_TASKS.items() if not task.startswith("niah")}
+    assert new == {"vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}
+    assert len(RULER_TASKS) == 13
+
+
+# ---- where RULER's own generator does not end ----
+
+
+@pytest.mark.parametrize("task", RULER_TASKS)
+def test_a_length_below_the_first_step_has_as_much_filler_as_fits(recall, data, task: str) -> None:
+    with pytest.raises(ConfigError, match=rf"shortest prompt of {task} takes .* at least \d+$") as error:
+        ruler_examples(recall, task, length=200, num_examples=1, data=data)
+    # Two prompts more than the one that was measured, and what another draw may add to it.
+    length = int(re.search(r"\d+$", str(error.value))[0]) + 200
+    room = length - (0 if task == "fwe" else RULER_TASKS[task].new_tokens)
+    for example in ruler_examples(recall, task, length=length, num_examples=3, data=data):
+        assert 0.5 * room < len(example.prompt) <= room + (20 if task == "vt" else 0)
+        text = recall.decode(example.prompt)
+        if task not in QA:
+            assert all(reference in text for reference in example.references)
+        if task == "qa_2":
+            (q,) = re.search(r"Question: Which of (\d+)\? Answer:$", text).groups()
+            assert all(f"\nTitle {q}{p}\n" in text for p in (1, 3))
+
+
+def test_what_ends_before_the_length_is_refused(data) -> None:
+    room = Room(Characters(), 100, 20, Wrap())
+
+    def make(size: int, _: int) -> Draft:
+        return Draft("x" * size, "", [], "", counted="yy")
+
+    def lengths(most: int) -> list[int]:
+        return [len(draft.question) for draft in islice(Filler("t", make, 10, most=most).drafts(room), 2)]
+
+    assert lengths(80) == [70, 70]  # 80 fit, but not with the answer
+    with pytest.raises(ConfigError, match="length is 100 tokens, but the data of t ends before that"):
+        lengths(79)
+    assert {data.sentences.num_words, len(data.words), len(data.squad.documents)} == {
+        filler.most
+        for filler in (
+            needle_filler("niah_single_2", data, 900, None, 0),
+            common_filler(room, data, 0),
+            qa_filler("qa_1", data.squad, None, 0),
         )
-    endless = separator.join(islice(cycle(haystack), 2000))
-    assert endless.startswith(context.rstrip(separator))
-    return before
+    }
+    with pytest.raises(ConfigError, match="the file of qa_2 has 12 questions with an answer: ask for no more"):
+        ruler_examples(Characters(), "qa_2", length=9000, num_examples=13, data=data)
 
 
-@pytest.mark.parametrize("task", ["niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1"])
-def test_one_value_asked_for_in_the_singular(task: str) -> None:
-    example, opening, context, question = made(task)
-    kind = "uuid" if task == "niah_single_3" else "number"
-    (key,), (value,) = example.meta["keys"], example.references
-    assert opening == (
-        f"A special magic {kind} is hidden within the following text. Make sure to memorize it. "
-        f"I will quiz you about the {kind} afterwards."
-    )
-    assert question == (
-        f"What is the special magic {kind} for {key} mentioned in the provided text? "
-        f"The special magic {kind} for {key} mentioned in the provided text is"
-    )
-    assert Characters().decode(example.answer) == f" {value}."
-    adjective, noun = key.split("-")
-    assert adjective in ADJECTIVES
-    assert noun in NOUNS
-    assert (UUID4.fullmatch(value) if kind == "uuid" else re.fullmatch(r"[1-9]\d{6}", value)) is not None
-    needles = re.findall(rf"One of the special magic {kind}s for [a-z]+-[a-z]+ is: [-0-9a-f]+\.", context)
-    assert len(set(needles)) == (4 if task == "niah_multikey_1" else 1)
-    assert f"One of the special magic {kind}s for {key} is: {value}." in needles
-    if task == "niah_single_1":
-        check_haystack(context, needles, [NOISE], "\n")
-        assert example.meta["haystack"] == "noise (RULER)"
-    else:
-        check_haystack(context, needles, SENTENCES, " ")
-        assert example.meta["haystack"] == "text"
+def test_a_length_that_is_met_to_the_token_is_tried_with_one_step_more() -> None:
+    """As in RULER; the draws depend on it."""
+    sizes = []
+
+    def make(size: int, _: int) -> Draft:
+        sizes.append(size)
+        return Draft("x" * size, "", [], "")
+
+    assert len(next(Filler("t", make, 10).drafts(Room(Characters(), 60, 20, Wrap()))).question) == 40
+    assert sizes == [10, 20, 30, 40, 50, 40]
 
 
-def test_multiquery_asks_for_four_keys_and_multivalue_for_four_values() -> None:
-    example, opening, context, question = made("niah_multiquery")
-    a, b, c, d = example.meta["keys"]
-    assert opening == (
-        "Some special magic numbers are hidden within the following text. Make sure to memorize it. "
-        "I will quiz you about the numbers afterwards."
-    )
-    assert question == (
-        f"What are all the special magic numbers for {a}, {b}, {c}, and {d} mentioned in the provided text? "
-        f"The special magic numbers for {a}, {b}, {c}, and {d} mentioned in the provided text are"
-    )
-    needles = [
-        f"One of the special magic numbers for {key} is: {value}."
-        for key, value in zip((a, b, c, d), example.references, strict=True)
-    ]
-    check_haystack(context, needles, SENTENCES, " ")
-    one, two, three, four = example.references
-    assert Characters().decode(example.answer) == f" {one}, {two}, {three}, and {four}."
-
-    example, _, context, question = made("niah_multivalue")
-    (key,) = example.meta["keys"]
-    assert question.startswith(f"What are all the special magic numbers for {key} mentioned")
-    assert len(set(example.references)) == 4
-    check_haystack(
-        context,
-        [f"One of the special magic numbers for {key} is: {value}." for value in example.references],
-        SENTENCES,
-        " ",
-    )
+# ---- what is added: depths, templates, start tokens ----
 
 
-@pytest.mark.parametrize(
-    ("task", "key", "value"),
-    [("niah_multikey_2", r"[a-z]+-[a-z]+", r"[1-9]\d{6}"), ("niah_multikey_3", UUID4.pattern, UUID4.pattern)],
-)
-def test_a_haystack_of_needles_has_one_line_a_needle_and_no_key_twice(task: str, key: str, value: str) -> None:
-    example, _, context, _ = made(task, length=6000, depths=[0.25])
-    kind = "numbers" if task == "niah_multikey_2" else "uuids"
-    *lines, last = context.split("\n")
-    found = [re.fullmatch(rf"One of the special magic {kind} for ({key}) is: ({value})\.", x) for x in lines]
-    keys, values = [m.group(1) for m in found if m], [m.group(2) for m in found if m]
-    assert len(set(keys)) == len(set(values)) == len(lines) > 30
-    assert last.startswith("One of the special")  # the last line is cut where the length is reached
-    place = keys.index(example.meta["keys"][0])
-    assert values[place] == example.references[0]
-    assert place == int(0.25 * example.meta["haystack_sentences"])
-    assert example.meta["haystack_sentences"] == len(lines)  # all but the needle, and the last, which is cut
+def test_a_needle_lies_where_it_is_wanted(data) -> None:
+    for depth in (0, 0.5, 1):
+        example, text = made("niah_multikey_3", data, 6000, depth=depth)
+        lines = text.split("\n")[1:-1]
+        (place,) = (i for i, line in enumerate(lines) if example.references[0] in line)
+        assert place == int(depth * (len(lines) - 1))
+        example, text = made("niah_multiquery", data, 6000, depth=depth)
+        place = text.index(f"is: {example.references[0]}.") / len(text)
+        assert abs(place - depth) < 0.2
+    example, text = made("niah_single_1", data, 4000, depth=1)
+    assert text.split("\n")[-2] == f"One of the special magic numbers for {query(text)} is: {example.references[0]}."
 
 
-@pytest.mark.parametrize("task", NEEDLE_TASKS)
-@pytest.mark.parametrize("length", [512, 4096])
-def test_lengths_are_within_one_percent_below_the_target(bpe: Tokenizer, task: str, length: int) -> None:
-    for haystack in (None, ESSAY):
-        for example in ruler_examples(bpe, task, length=length, num_examples=2, haystack=haystack):
-            assert 0.99 * length <= len(example.prompt) + 128 <= length
-            assert example.meta["prompt_tokens"] == len(example.prompt)
-            text = bpe.decode(example.prompt)
-            key = example.meta["keys"][0]
-            kind = NEEDLE_TASKS[task].values
-            start = text.index(f"One of the special magic {kind} for {key} is: {example.references[0]}.")
-            assert abs(start - len(bpe.decode(example.prompt[: example.meta["needle_start"]]))) <= 3
+def query(text: str) -> str:
+    return re.search(r"number for (\S+) mentioned in the provided text\?", text)[1]
 
 
-@pytest.mark.parametrize("task", ["niah_single_2", "niah_multikey_3", "niah_multiquery"])
-def test_the_grid_puts_needles_where_it_says(bpe: Tokenizer, task: str) -> None:
-    grid = ruler_grid(bpe, [task], lengths=[2048, 8192], depths=[0, 0.5, 1], num_examples=2)
-    assert list(grid) == [(task, length, depth) for length in (2048, 8192) for depth in (0, 0.5, 1)]
-    for (_, length, depth), examples in grid.items():
-        for example in examples:
-            assert example.meta["depth"] == depth
-            place = example.meta["needle_start"] / len(example.prompt)
-            assert abs(place - depth) < (0.15 if length == 2048 else 0.07)
-    first = [e.references[0] for (_, length, _), cell in grid.items() for e in cell if length == 2048]
-    assert len(set(first)) == len(first)
+def test_the_document_with_the_answer_lies_where_it_is_wanted(data) -> None:
+    for task, own in (("qa_1", data.squad.documents[data.squad.questions[0].own[0]]), ("qa_2", "Title 01\n")):
+        for depth in (0, 0.5, 1):
+            _, text = made(task, data, 9000, depth=depth)
+            found = re.split(r"Document \d+:\n", text)[1:]
+            (place,) = (i for i, document in enumerate(found) if document.startswith(own))
+            assert place == int(depth * (len(found) - 1))
 
 
-def test_drawn_depths_are_those_of_ruler_and_vary(bpe: Tokenizer) -> None:
-    drawn = [e.meta["depth"] for e in ruler_examples(bpe, "niah_single_2", length=800, num_examples=40)]
-    forty = {round(100 * i / 39) / 100 for i in range(40)}
-    assert set(drawn) <= forty
-    assert len(set(drawn)) > 15
+def test_a_depth_that_a_task_has_not_is_refused(data) -> None:
+    for task in ("vt", "cwe", "fwe"):
+        with pytest.raises(ConfigError, match=f"RULER's task {task} has no depth, because what it asks for is all"):
+            made(task, data, depth=0.5)
+    with pytest.raises(ConfigError, match=r"a depth must be a fraction of the prompt from 0 to 1, got 1\.5"):
+        made("niah_single_1", data, depth=1.5)
 
 
-def test_haystacks_come_from_files_and_a_chat_template_goes_around_the_question(tmp_path) -> None:
-    (tmp_path / "a.txt").write_text("First file. ")
-    (tmp_path / "b.txt").write_text("Second file. ")
-    example, _, context, _ = made("niah_single_2", haystack=[tmp_path / "a.txt", tmp_path / "b.txt"])
-    assert context.startswith("First file. Second file. First file. ")
-    assert example.meta["haystack"] == "files"
-    default, *_ = made("niah_single_2", haystack=None)
-    assert default.meta["haystack"] == "python standard library (held out), in place of essays"
-    (chat,) = ruler_examples(
-        Characters(), "niah_single_1", length=1500, num_examples=1, wrap="<user>{prompt}</user>\n<model>"
-    )
-    text = Characters().decode(chat.prompt)
+def test_a_grid_has_a_cell_for_each_depth(data) -> None:
+    grid = ruler_grid(Characters(), ["niah_single_1"], lengths=[2000, 3000], depths=[0, 1], num_examples=2, data=data)
+    assert list(grid) == [("niah_single_1", length, depth) for length in (2000, 3000) for depth in (0, 1)]
+    asked = [example.references[0] for (_, length, _), cell in grid.items() for example in cell if length == 2000]
+    assert len(set(asked)) == 4
+
+
+@pytest.mark.parametrize("task", ["vt", "cwe", "fwe", "qa_1", "niah_multikey_1"])
+def test_the_first_examples_do_not_depend_on_how_many_there_are(recall, data, task: str) -> None:
+    def build(**options):
+        return ruler_examples(recall, task, **{"length": 3000, "num_examples": 2, "seed": 5, "data": data} | options)
+
+    assert build() == build()
+    assert build(num_examples=1) == build()[:1]
+    assert build(seed=6) != build()
+    assert build()[0].prompt != build()[1].prompt
+
+
+def test_a_chat_template_goes_around_the_question_and_counts(data) -> None:
+    example, text = made("niah_single_1", data, 1500, wrap="<user>{prompt}</user>\n<model>")
     assert text.startswith("<user>A special magic number")
     assert "in the provided text?</user>\n<model>The special magic number for" in text
-    assert 0.99 * 1500 <= len(text) + 128 <= 1500
+    assert len(text) + 128 <= 1500
+    assert len(text) + 128 + len(NOISE) + 1 > 1500
+    assert Characters().decode(example.answer) == f" {example.references[0]}."
+    _, text = made("vt", data, 4000, wrap="<user>{prompt}</user>\n")
+    assert re.fullmatch(
+        r"<user> Memorize .*in the text above\.</user>\nAnswer: According to [^\n]*are: ", text, re.DOTALL
+    )
 
 
-def test_start_ids_come_first_and_count() -> None:
+def test_start_ids_come_first_and_count(data) -> None:
     class WithStart(Characters):
         start_ids = (1,)
 
-    (example,) = ruler_examples(WithStart(), "niah_single_1", length=1500, num_examples=1, depths=[0.0])
-    assert example.prompt[0] == 1
-    assert example.prompt.count(1) == 1
-    assert 0.99 * 1500 <= len(example.prompt) + 128 <= 1500
-    start = example.meta["needle_start"]
-    assert Characters().decode(example.prompt[start:]).startswith("One of the special magic numbers for")
+    for length in range(1500, 1600, 5):
+        (example,) = ruler_examples(WithStart(), "niah_multikey_3", length=length, num_examples=1, data=data)
+        assert example.prompt[0] == 1
+        assert example.prompt.count(1) == 1
+        assert len(example.prompt) + 128 <= length
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"task": "niah_single_4"}, "no RULER task 'niah_single_4'.*niah_single_"),
-        ({"length": 300}, "length is 300 tokens, but the needles .* must be at least 476"),
-        ({"depths": [1.5]}, "from 0 to 1"),
-        ({"depths": []}, "from 0 to 1"),
-        ({"haystack": " \n"}, "haystack is empty"),
-        ({"wrap": "no place"}, "exactly once"),
-    ],
-)
-def test_what_cannot_be_built_says_why(arguments: dict, message: str) -> None:
-    given = {"task": "niah_single_2", "length": 2000, "num_examples": 1, "haystack": ESSAY} | arguments
-    with pytest.raises(ConfigError, match=message):
-        ruler_examples(Characters(), **given)
+# ---- data ----
 
 
-def test_words_run_out_with_a_sentence(monkeypatch) -> None:
-    monkeypatch.setattr("swa_jax.evaluate.ruler_needles.ADJECTIVES", ("red", "blue"))
-    monkeypatch.setattr("swa_jax.evaluate.ruler_needles.NOUNS", ("hat", "cat"))
-    with pytest.raises(ConfigError, match=r"more than 4 keys of words.*niah_multikey_3"):
-        ruler_examples(Characters(), "niah_multikey_2", length=3000, num_examples=1)
+def test_the_first_words_of_essays_in_sentences() -> None:
+    essays = Essays(["One two. ", "Three!", '"Four five." ', "Six", ""])
+    assert essays.first(1) == ["One"]
+    assert essays.first(2) == ["One two."]
+    assert essays.first(3) == ["One two.", "Three!", '"Four']
+    assert essays.first(4) == ["One two.", "Three!", '"Four five."']
+    assert essays.first(9) == ["One two.", "Three!", '"Four five."', "Six"]
+    assert essays.num_words == 4  # that end with a blank
+
+
+def test_pairs_are_those_of_a_sorted_set() -> None:
+    adjectives, nouns = ["blue", "blue-eyed", "Blue", "red", "blue", "blu", "ad hoc"], ["eyed-cat", "cat", "Cat", "cat"]
+    pairs = Pairs(adjectives, nouns)
+    assert list(pairs) == sorted({f"{adjective}-{noun}" for adjective in adjectives for noun in nouns})
+    assert "blue-eyed-cat" in pairs
+
+
+def test_data_says_what_it_is_and_what_is_missing(data, tmp_path, monkeypatch) -> None:
+    example, _ = made("niah_single_2", data)
+    assert example.meta["data"] == "your own essays.txt and adjectives.txt and nouns.txt"
+    assert made("niah_multikey_3", data)[0].meta["data"] == ""
+    monkeypatch.setitem(SUMS, "squad.json", hashlib.sha256((data.folder / "squad.json").read_bytes()).hexdigest())
+    assert made("qa_1", data, 9000)[0].meta["data"] == "RULER's own"
+    with pytest.raises(ConfigError, match=r"task cwe needs .*nouns\.txt, which is not there: run `make ruler-data`"):
+        made("cwe", RulerData(tmp_path))
+    for name in SUMS:
+        (tmp_path / name).write_text("\n" if name.endswith("txt") else "[]")
+    for task, sentence in (
+        ("cwe", r"nouns\.txt is empty: it must have a word a line"),
+        ("qa_1", r"squad\.json is not SQuAD's JSON"),
+        ("qa_2", r"hotpotqa\.json has no question with an answer"),
+        ("niah_single_1", r"adjectives\.txt is empty"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            made(task, RulerData(tmp_path))
+    with pytest.raises(ConfigError, match=r"no RULER task 'niah_single_4'.*niah_single_"):
+        made("niah_single_4", data)
+
+
+# ---- scores ----
 
 
 @pytest.mark.parametrize(
@@ -241,5 +273,33 @@ def test_words_run_out_with_a_sentence(monkeypatch) -> None:
 )
 def test_scores_of_answers_by_hand(answer: str, references: list[str], score: float) -> None:
     assert string_match_all(answer, references) == score
+    assert string_match_part(answer, references) == (score > 0)
     with pytest.raises(ValueError, match="references is empty"):
         string_match_all(answer, [])
+
+
+def test_one_answer_of_several_is_enough_for_a_question() -> None:
+    scores = {task: kind.score for task, kind in RULER_TASKS.items()}
+    assert {task for task, score in scores.items() if score is string_match_part} == set(QA)
+
+
+def score(task: str, scores: list[float]) -> RulerScore:
+    mean = sum(scores) / len(scores)
+    return RulerScore(task, 512, None, mean, [0, 1], len(scores), [480, 500], "" if task == "vt" else "d", scores)
+
+
+def test_patterns_are_compared_prompt_by_prompt_and_tasks_averaged() -> None:
+    first = [score("vt", [1, 0.5, 1, 0.5]), score("cwe", [1, 1])]
+    other = [score("vt", [0.5, 0, 0.5, 0]), score("cwe", [1, 0])]
+    differing = against(other, first)
+    assert [one.difference for one in differing] == [-0.5, -0.5]
+    assert differing[0].difference_interval == [-0.5, -0.5]  # the same at every prompt
+    low, high = differing[1].difference_interval
+    assert low < -0.5 < high
+    mean = average(other, first)
+    assert (mean.task, mean.length, mean.score, mean.num_examples) == ("average", 512, 0.375, 6)
+    assert (mean.scores, mean.prompt_tokens, mean.data) == ([0.25, 0.5], [480, 500], "d")
+    assert mean.difference == -0.5
+    # Square and add, of two: half the root of the squares.
+    assert mean.difference_interval == pytest.approx([-0.5 - (-0.5 - low) / 2, -0.5 + (high + 0.5) / 2])
+    assert average(first, None).difference is None

@@ -84,7 +84,7 @@ ADDED = {
         "model.intermediate_size=256",
         "model.vocab_size=1024",
     ],
-    "swa-jax evaluate ruler": ["--lengths", "1152"],  # the last one counts: room for the lists of words
+    "swa-jax evaluate ruler": ["--lengths", "1536"],  # the last one counts: room for the lists of words
     # A few prompts of a model that was made in one step tell nothing.
     "swa-jax adapt": ["--force"],
     "swa-jax compare": ["--force"],

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ruler_files import write_ruler_data
 from shrunk_command import ADDED, INSTEAD, MOST, NOT_RUN, ONCE, lower, reason_not_to_run, shrink, starts
 
 from swa_jax.model.recipes import read_recipe
@@ -90,14 +91,6 @@ def own_files(folder: Path) -> None:
             json.dumps({"prompt": f"def add_{i}(a, b):\n    return a +", "answer": "b"}) + "\n" for i in range(3)
         ),
         "problems.jsonl": json.dumps({"question": "How much is 3 + 4?", "answer": "3 + 4 = 7\n#### 7"}),
-        "squad.json": json.dumps({"data": [{"paragraphs": [
-            {"context": f"Text {i} says {i}.", "qas": [{"question": f"What is in {i}?", "answers": [{"text": str(i)}]}]}
-            for i in range(3)
-        ]}]}),
-        "hotpot.json": json.dumps([
-            {"question": f"Who wrote {i}?", "answer": f"Ann {i}", "context": [[f"Book {i}", [f"By Ann {i}."]]]}
-            for i in range(3)
-        ]),
         "keep.py": "import json, sys\nsys.exit(len(json.load(sys.stdin)['text']) < 2)\n",
         "judge.py": "import sys\nfor line in sys.stdin:\n    print('yes')\n",
     }  # fmt: skip
@@ -105,6 +98,7 @@ def own_files(folder: Path) -> None:
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
+    write_ruler_data(folder / "data/ruler")
     (folder / "models/mine").mkdir(parents=True)
     shutil.copy(ROOT / "swa_jax/recall/tokenizer.json", folder / "models/mine")
 
@@ -239,7 +233,7 @@ def test_recipes_of_the_pages_exist():
 
 def test_a_command_is_shrunk():
     words = shlex.split("swa-jax evaluate ruler Qwen/Qwen3-0.6B --lengths 4096,8192 --examples 50 --window 2048")
-    small = "swa-jax evaluate ruler swa_jax/recall --lengths 512 --examples 2 --window 48 --lengths 1152"
+    small = "swa-jax evaluate ruler swa_jax/recall --lengths 512 --examples 2 --window 48 --lengths 1536"
     assert shrink(words)[:12] == shlex.split(small)
     assert lower("128,512,full", 256) == "128,256,full"
     words = shlex.split("swa-jax train configs/recall.yaml output=runs/x stages.0.steps=300")

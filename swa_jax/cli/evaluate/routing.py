@@ -15,7 +15,7 @@ from swa_jax.cli.evaluate.needles import DEFAULT_EXAMPLES as NEEDLES
 from swa_jax.cli.evaluate.ruler import DEFAULT_EXAMPLES as RULER_PROMPTS
 from swa_jax.cli.evaluate.ruler import Grid, RulerPrompts
 from swa_jax.cli.groups import Options
-from swa_jax.cli.options import NumKeys, check_length, draw_needles, few_prompts, fractions, in_prompts, panel
+from swa_jax.cli.options import Haystack, NumKeys, check_length, draw_needles, few_prompts, fractions, in_prompts, panel
 
 if TYPE_CHECKING:
     from swa_jax.data.chat import Wrap
@@ -57,6 +57,7 @@ def routing(
         ),
     ] = None,
     keys: NumKeys = 1,
+    haystack: Haystack = None,
 ) -> Measurement:
     """Where a routed (switch) model takes full attention: by layer on a text, by the needle's depth on prompts."""
     from swa_jax.evaluate.routing import check_routed, measure_routing
@@ -73,7 +74,7 @@ def routing(
         check_routed(model.pattern)
     tokens = plain.tokens(evaluation)
     check_length(models[0][1].config, max(plain.text_length if tokens else 0, *(grid.lengths if count else (0,))))
-    cells = _cells(tokenizer, grid, keys, prompts.haystack, evaluation.seed, wrap) if count else {}
+    cells = _cells(tokenizer, grid, keys, haystack, evaluation.seed, wrap) if count else {}
     start, charts = tokenizer.start_ids, []
 
     def measure(run: Run) -> Iterator[Rows]:
@@ -99,7 +100,8 @@ def _cells(
     """Prompts by length and depth: of RULER's tasks, or without any the needles that `evaluate needles` draws."""
     cells: dict[Cell, list[Example]] = {}
     if grid.tasks:
-        for made in grid.fitting(tokenizer).cells(tokenizer):
+        grid.check(tokenizer)
+        for made in grid.cells(tokenizer):
             cells |= made
         return cells
     depths = grid.depths or fractions(DEFAULT_DEPTHS)
