@@ -12,6 +12,7 @@
 | windows | does a large window delay long look-ups when a hybrid is trained? |
 | plants | which planted heads each selection method finds |
 | contrasts | is one method of `swa-jax compare` above another, and could its prompts tell? |
+| chips | what plans go by, beside timings of real chips |
 | peers | our TPU kernels beside other libraries', counted from what libtpu compiles |
 | generation | prefill and decode beside transformers on this machine's CPU |
 
@@ -33,7 +34,7 @@ from scripts.compare.runner import run
 from swa_jax.base.errors import UserError
 
 MODULES = dict.fromkeys(("swat", "swat-longer", "swiattn", "swiattn-chains", "swiattn-ablations"), "training")
-OTHERS = ("swaa", "card", "windows", "plants", "contrasts", "peers", "generation")
+OTHERS = ("swaa", "card", "windows", "plants", "contrasts", "chips", "peers", "generation")
 MODULES |= {name: name for name in OTHERS}
 
 

@@ -1,9 +1,9 @@
 """Our TPU kernels beside other libraries', counted from what libtpu compiles.
 
-For each head_dim, window and pass stand the cycles per 1024 query rows and head of our kernel and of JAX's and
-tokamax's splash attention, each with the best of several block sizes (`swa-jax bench cycles` says how cycles are
-found). `--packed` gives every call segment ids, as training does. A document has a place for each chip. A library that
-is not installed is left out, and said.
+For each head_dim, window and pass stand the cycles per 1024 query rows and head of our kernel, of JAX's and tokamax's
+splash attention, each with the best of several block sizes, and of FlyWheel with its own (`swa-jax bench cycles` says
+how cycles are found). `--packed` gives every call segment ids, as training does. A document has a place for each chip,
+number of heads and choice of libraries. A library that is not installed is left out, and said.
 """
 
 import argparse
@@ -30,6 +30,8 @@ PASSES = ("forward", "backward")
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chip", default="v6e", help="v5e, v5p, v6e or v7x")
     parser.add_argument("--packed", action="store_true", help="every call has segment ids, of one document")
+    parser.add_argument("--heads", type=int, nargs=2, default=(1, 1), metavar="N", help="query heads, KV heads")
+    parser.add_argument("--libraries", nargs="+", choices=peer_calls.LIBRARIES, help="default: all that are installed")
     told = "head_dim and window, as 128x1024 or 128xfull; default: all of the table"
     parser.add_argument("--shapes", nargs="+", type=read_shape, default=SHAPES, metavar="DxWINDOW", help=told)
 
@@ -44,6 +46,13 @@ class Setting(NamedTuple):
 
     chip: str
     packed: bool  # every call has segment ids, of one document a row
+    heads: tuple[int, int] = (1, 1)  # query heads, KV heads
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The settings of every call."""
+        heads = {} if self.heads == (1, 1) else dict(zip("HK", self.heads, strict=True))
+        return {"T": 8192} | heads | ({"packed": True} if self.packed else {})
 
 
 class PeerCall(NamedTuple):
@@ -57,7 +66,7 @@ class PeerCall(NamedTuple):
 
 
 def ours(pass_: str, setting: Setting, head_dim: int, window: int | None) -> PeerCall:
-    given = {"D": head_dim, "T": 8192} | ({"packed": True} if setting.packed else {})
+    given = {"D": head_dim} | setting.shared
     if window is None:
         return PeerCall(f"full_{pass_}", setting.chip, given)
     return PeerCall(f"window_{pass_}", setting.chip, given | {"window": window})
@@ -65,6 +74,10 @@ def ours(pass_: str, setting: Setting, head_dim: int, window: int | None) -> Pee
 
 def peer(name: str, pass_: str, setting: Setting, head_dim: int, window: int | None) -> Iterator[PeerCall]:
     shared = ours(pass_, setting, head_dim, window).settings | {"window": window}
+    if name == "flywheel":
+        if pass_ == "forward" or (window is None and not setting.packed):
+            yield PeerCall(f"{name}_{pass_}", setting.chip, shared)
+        return
     for sizes in SMALL if window is not None and window <= 512 else LARGE:
         blocks = dict(zip(("block_q", "block_kv", "block_kv_compute"), sizes, strict=True))
         yield PeerCall(f"{name}_{pass_}", setting.chip, shared | blocks)
@@ -78,9 +91,9 @@ def calls(setting: Setting, shapes: Sequence[Shape], peers: Sequence[str]) -> It
                 yield from peer(name, pass_, setting, *shape)
 
 
-def installed() -> list[str]:
+def installed(libraries: Sequence[str]) -> list[str]:
     found = []
-    for name in peer_calls.MAKERS:
+    for name in libraries:
         try:
             peer_calls.check_installed(f"{name}_forward")
             found.append(name)
@@ -90,9 +103,12 @@ def installed() -> list[str]:
 
 
 def comparison(options: argparse.Namespace) -> Comparison:
-    setting, peers = Setting(options.chip, options.packed), installed()
+    setting = Setting(options.chip, options.packed, tuple(options.heads))
+    peers = installed(options.libraries or list(peer_calls.LIBRARIES))
     cells = [Cell(call.key, functools.partial(work, call)) for call in calls(setting, options.shapes, peers)]
     mark = f"peers on {setting.chip}" + (", segment ids" if setting.packed else "")
+    mark += "" if setting.heads == (1, 1) else f", {setting.heads[0]} heads over {setting.heads[1]}"
+    mark += f", {' '.join(options.libraries)}" if options.libraries else ""
     return Comparison(mark, cells, lambda done: (table(setting, options.shapes, peers, done), []))
 
 

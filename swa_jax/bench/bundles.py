@@ -24,7 +24,7 @@ class BundleBlock(NamedTuple):
 class Code(NamedTuple):
     """The blocks of one op by what decides how often they run."""
 
-    bodies: tuple[int, ...]  # bundles of the blocks with matmuls, the longest first
+    bodies: tuple[int, ...]  # bundles of the blocks with matmuls, as they stand in the code
     other_vector: int  # bundles of all other vector blocks
     scalar: int  # bundles of the rest
 
@@ -72,7 +72,7 @@ def split_blocks(listing: str, utilization: str) -> list[BundleBlock]:
 
 def sort_blocks(blocks: list[BundleBlock]) -> Code:
     return Code(
-        bodies=tuple(sorted((b.bundles for b in blocks if b.matmuls), reverse=True)),
+        bodies=tuple(b.bundles for b in blocks if b.matmuls),
         other_vector=sum(b.bundles for b in blocks if b.is_vector and not b.matmuls),
         scalar=sum(b.bundles for b in blocks if not b.is_vector and not b.matmuls),
     )

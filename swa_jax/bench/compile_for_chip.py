@@ -46,6 +46,8 @@ def kernel_name(eqn: core.JaxprEqn) -> str:
 def static_steps(eqn: core.JaxprEqn) -> tuple[int, int]:
     """The steps of the grid along the dimensions that are known, and the number of those that are data."""
     grid = eqn.params["grid_mapping"].grid
+    if not grid:  # the kernel loops by itself
+        return 1, 1
     static = [size for size in grid if isinstance(size, int)]
     return math.prod(static), len(grid) - len(static)
 
@@ -54,10 +56,11 @@ def reads_scalar_memory(eqn: core.JaxprEqn) -> bool:
     """Whether the kernel's schedule or grid is data, which a simulator does not know: it reads zeros.
 
     The window kernels alone go by zeros as they should: `bench` says for which documents. To `window_sink_gradients`
-    zeros are a row of one document.
+    zeros are a row of one document. Of a kernel that loops by itself, without a grid, the simulator does not follow the
+    conditions.
     """
     grid = eqn.params["grid_mapping"]
-    if grid.num_dynamic_grid_bounds > 0:
+    if grid.num_dynamic_grid_bounds > 0 or not grid.grid:
         return True
     return grid.num_index_operands > 0 and not kernel_name(eqn).startswith("window_")
 

@@ -6,6 +6,7 @@ Where it stops, or where a kernel's schedule is data that it cannot know, the op
 instead: the bundles of each block (`bundles`) times how often `swa_jax.bench.tpu_kernels.executions` says that it runs.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -14,7 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,25 +125,24 @@ def check(functions: Sequence[str], chips: Sequence[str], settings: dict[str, An
 
 def measure(function: str, chip: str, settings: dict[str, Any]) -> CycleCount:
     """Compiles one function for one chip (once, or twice where the simulator does not do) and adds up its cycles."""
-    with tempfile.TemporaryDirectory(prefix="swa_jax_cycles_") as folder:
-        first = _compile(function, chip, settings, f"--xla_jf_dump_static_llo_profile_to={folder}")
-        simulated = _simulated(Path(folder))
+    code: dict[str, Code] = {}
+    with tempfile.TemporaryDirectory(prefix="swa_jax_cycles_") as profile, _listings() as (listings, listed):
+        flags, counted = f"--xla_jf_dump_static_llo_profile_to={profile}", function in peer_calls.FUNCTIONS
+        first = _compile(function, chip, settings, f"{flags} {listed}" if counted else flags)
+        simulated = _simulated(Path(profile))
+        if counted and not first.failure:
+            code = read_code(listings)
     program = first.program
     if program is None:
         raise ConfigError(f"{function} does not compile for {chip} with {settings}: {first.failure}")
     # For a kernel whose copies it does not know, such as one of several heads at once, the simulator says 0.
     unknown = {op for op, cycles in simulated.items() if cycles == 0 and _kernel_of(op, program["kernels"])}
     simulated = {op: cycles for op, cycles in simulated.items() if op not in unknown}
-    code: dict[str, Code] = {}
     second = first
-    if first.failure or unknown or any(program["kernels"].values()):
-        with tempfile.TemporaryDirectory(prefix="swa_jax_bundles_") as folder:
-            flags = (
-                f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true "
-                "--xla_jf_dump_llo_pass_label_regex=final_bundles|final_hlo-static"
-            )
-            second = _compile(function, chip, settings, flags)
-            code = read_code(Path(folder))
+    if not code and (first.failure or unknown or any(program["kernels"].values())):
+        with _listings() as (listings, listed):
+            second = _compile(function, chip, settings, listed)
+            code = read_code(listings)
         if second.failure:
             raise ConfigError(f"{function} does not compile for {chip} with {settings}: {second.failure}")
     counts = {kernel: Executions(**count) for kernel, count in program["executions"].items()}
@@ -151,6 +151,17 @@ def measure(function: str, chip: str, settings: dict[str, Any]) -> CycleCount:
     kernels = tuple(op.name for op in ops if _kernel_of(op.name, program["kernels"]))
     queries = math.prod(program["queries"][:-1])
     return CycleCount(function, chip, settings, queries, ops, second.temp_bytes, notes, kernels)
+
+
+@contextlib.contextmanager
+def _listings() -> Iterator[tuple[Path, str]]:
+    """A folder for the listings of a program, and the flags by which libtpu writes them there."""
+    with tempfile.TemporaryDirectory(prefix="swa_jax_bundles_") as folder:
+        regex = "final_bundles|final_hlo-static"
+        yield (
+            Path(folder),
+            f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={regex}",
+        )
 
 
 def combine(
@@ -191,14 +202,14 @@ def combine(
 
 def count_cycles(code: Code, runs: Executions, steps: int) -> int:
     """Bundles times runs; bodies that the compiler merged or split are matched by length as far as they go."""
-    bodies = list(code.bodies[: len(runs.bodies)])
+    bodies = sorted(code.bodies[:: 2 if runs.replays else 1], reverse=True)[: len(runs.bodies)]
     bodies += [bodies[-1]] * (len(runs.bodies) - len(bodies)) if bodies else []
     executed = sum(bundles * times for bundles, times in zip(bodies, runs.bodies, strict=False))
     return executed + code.other_vector * runs.rows + code.scalar * steps
 
 
 def _listed(code: Code | None) -> str:
-    return "unknown length" if code is None else f"{', '.join(map(str, code.bodies))} bundles"
+    return "unknown length" if code is None else f"{', '.join(map(str, sorted(code.bodies, reverse=True)))} bundles"
 
 
 def _kernel_of(op: str, kernels: dict[str, bool]) -> str | None:

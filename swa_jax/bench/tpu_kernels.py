@@ -207,6 +207,7 @@ class Executions(NamedTuple):
     bodies: tuple[int, ...]  # those with matmuls, the longest first
     rows: int  # other vector code, at the first and the last visit of a row of blocks
     heads: int  # or what else is the size of the grid's dimension that is data; other code runs once a step
+    replays: bool = False  # every second body does again what the one before it did, which happens in no usual run
 
 
 def scalars_are_zero(name: str, packed=False, documents=None, context=None, **shape) -> bool:

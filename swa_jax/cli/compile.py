@@ -97,6 +97,8 @@ def compile_(
         _search(settings, compile_one, topology, stage, searching, out, as_json)
         return
     check_stage(settings, stage)
+    if step != "decode":
+        _simulate_missing(settings, topology, stage, "train" if step == "train" else "prefill")
     if step == "generate":
         report, text = _generate(settings, topology, stage, batch_size, length, new_tokens)
     elif step == "train" and is_open(settings, stage):
@@ -135,6 +137,20 @@ def _generate(
 
 def _say(line: str) -> None:
     typer.echo(line, err=True)
+
+
+def _simulate_missing(settings: TrainConfig, topology: str, stage: int, step: str) -> None:
+    """Gives the plan the cycles of those attention kernels that the table which is shipped does not have."""
+    from swa_jax.bench.simulated_calls import simulated_row
+    from swa_jax.plan.kernel_cycles import add_rows
+    from swa_jax.plan.kernels import missing_calls
+    from swa_jax.plan.step_time import ROUTED_SHARE
+
+    work = _work(settings, topology, stage)
+    for call, window in missing_calls(work.chip_name, work.model, work.pattern, ROUTED_SHARE, step):
+        heads = {"H": call.group, "K": 1, "D": call.head_dim, "window": window, "num_sink_tokens": call.num_sink_tokens}
+        row = simulated_row(call.function, call.chip, heads, _say)
+        add_rows([] if row is None else [row])
 
 
 def _work(settings: TrainConfig, topology: str, stage: int) -> Workload:

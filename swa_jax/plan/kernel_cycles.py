@@ -1,7 +1,7 @@
 """What the TPU kernels cost by static measurement: a table that `swa-jax bench cycles --write` fills.
 
 A row of `kernel_cycles.json` has the cycles of one call's kernels per 1024 query rows and head, on one core, without
-what XLA does around them, and the command that measured them.
+what XLA does around them, and the command that measured them. `add_rows` adds those of calls that it lacks.
 """
 
 from __future__ import annotations
@@ -35,6 +35,13 @@ class MeasuredCall(NamedTuple):
     packed: bool = False
     num_sink_tokens: int = 0
     group: int = 1
+
+
+class MissingCall(NamedTuple):
+    """A call that the table has no row for; `window` None is full attention."""
+
+    call: MeasuredCall
+    window: int | None
 
 
 class Cost(NamedTuple):
@@ -81,6 +88,19 @@ def find_cost(call: MeasuredCall, window: int | None, rows: Sequence[Row] | None
     return Cost(cycles, min(above["length"], below[-1]["length"]))
 
 
-@functools.cache
 def read_table() -> tuple[Row, ...]:
+    return (*_shipped(), *_added)
+
+
+def add_rows(rows: Sequence[Row]) -> None:
+    """Adds rows to the table for as long as this process runs: those of the calls of one model, since a row stands in
+    for calls with other windows."""
+    _added.extend(rows)
+
+
+_added: list[Row] = []
+
+
+@functools.cache
+def _shipped() -> tuple[Row, ...]:
     return tuple(json.loads(TABLE.read_text())["rows"])

@@ -1,7 +1,8 @@
 """Seconds of attention kernels by type of layer: visible keys, at the share of the peak that the very calls reach.
 
 What a call reaches follows from its static cycles (`swa_jax.plan.kernel_cycles`): by chip, pass, window, head_dim,
-packing and heads of a group. A call that was not measured reaches the share that `swa_jax.base.chips` gives its chip.
+packing and heads of a group. A call that was not measured reaches the share that `swa_jax.base.chips` gives its chip;
+`missing_calls` says which calls those are, so that they can be simulated first.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from swa_jax.model.layer_stacks import layer_stacks
 from swa_jax.model.layer_types import HYBRID, SWITCH
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sequence_order import zigzag
-from swa_jax.plan.kernel_cycles import ROTATING, MeasuredCall, Row, find_cost
+from swa_jax.plan.kernel_cycles import ROTATING, MeasuredCall, MissingCall, Row, find_cost
 
 BACKWARD = 2.5  # the backward pass has five matrix products of a tile where the forward pass has two
 
@@ -43,6 +44,22 @@ class Kernels(NamedTuple):
     seconds: dict[str, ByPass]
     measured: dict[str, float]  # the share of the peak of each call whose cycles are in the table
     assumed: dict[str, float]  # and of the others
+    missing: dict[str, MissingCall]  # those of the others that can be simulated
+
+
+def missing_calls(
+    chip: str, model: ModelConfig, pattern: AttentionPattern, ratio: float, step: str
+) -> list[MissingCall]:
+    """The calls of a step ("train" or "prefill") that the table of cycles lacks and that can be simulated.
+
+    Args:
+      ratio: share of the tokens that routed layers send to full attention.
+    """
+    far = np.array([2 * (pattern.sliding_window or 1)])  # sees keys outside the window too
+    found = kernels(
+        chip, model, pattern, far, forward_ratio=1 if step == "train" else ratio, backward_ratio=ratio
+    ).missing
+    return [one for one in found.values() if step == "train" or one.call.function.endswith("forward")]
 
 
 def kernels(
@@ -76,7 +93,8 @@ def _both(one: Kernels, other: Kernels) -> Kernels:
         return a | b | sums
 
     times = added(one.flops, other.flops), added(one.seconds, other.seconds)
-    return Kernels(*times, one.measured | other.measured, one.assumed | other.assumed)
+    shares = one.measured | other.measured, one.assumed | other.assumed
+    return Kernels(*times, *shares, one.missing | other.missing)
 
 
 def _of_alike(
@@ -109,7 +127,7 @@ def _of_alike(
             layers = pattern.layer_types.count(SWITCH)
             second = second + layers * reached.moving(backward_ratio)
         seconds[kind] = ByPass(first, second)
-    return Kernels(flops, seconds, reached.measured, reached.assumed)
+    return Kernels(flops, seconds, reached.measured, reached.assumed, reached.missing)
 
 
 class _Reached:
@@ -120,6 +138,7 @@ class _Reached:
         self.model, self.pattern, self.rows = model, pattern, rows
         self.measured: dict[str, float] = {}
         self.assumed: dict[str, float] = {}
+        self.missing: dict[str, MissingCall] = {}
 
     def seconds(self, what: str, which: str, flops: np.ndarray, *, rotated: bool = False) -> np.ndarray:
         """Of so many operations of "window", "full" or "routed" attention; what has none is not looked up.
@@ -171,8 +190,10 @@ class _Reached:
         launched = as_launched(self._request(what, window))
         group = launched.heads // launched.kv_heads
         # Rows of training have segment ids.
-        cost = find_cost(MeasuredCall(self.chip, function, launched.head_dim, True, sinks, group), window, self.rows)
+        call = MeasuredCall(self.chip, function, launched.head_dim, True, sinks, group)
+        cost = find_cost(call, window, self.rows)
         if cost is None:
+            self.missing[name] = MissingCall(call, window)
             return name, None
         seen = visible_keys(np.arange(cost.length), window if what == "window" else None, sinks).mean()
         flops = 4.0 * D * float(seen) * 1024 * (BACKWARD if which == "backward" else 1)

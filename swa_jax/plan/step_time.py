@@ -158,8 +158,8 @@ def _assumptions(work: StepWork, attention: AttentionCost) -> list[str]:
         )
     if attention.assumed:
         lines.append(
-            "attention kernels that were not measured, at the share of the peak that the chip's kernels have at window "
-            f"1024 and head_dim 128 (docs/kernels.md): {_shares(attention.assumed)}"
+            "attention kernels whose time is ASSUMED, neither measured nor simulated, at the share of the peak that "
+            f"the chip's kernels have at window 1024 and head_dim 128: {_shares(attention.assumed)}"
         )
     lines.append(
         f"collectives: rings in both directions, over one axis of the torus, or over all {chip.torus} where every "

@@ -66,7 +66,7 @@ def listing(folder: Path, op: str) -> None:
 def test_code_is_sorted_by_what_decides_its_runs(tmp_path):
     """Blocks end at labels and branches."""
     assert split_blocks(LISTING, USES) == BLOCKS
-    assert sort_blocks([*BLOCKS, BundleBlock(9, 1, True)]) == Code((9, 4), other_vector=1, scalar=3)
+    assert sort_blocks([*BLOCKS, BundleBlock(9, 1, True)]) == Code((4, 9), other_vector=1, scalar=3)
     listing(tmp_path, "scheduled_forward.1")
     listing(tmp_path, "<late-initialization>")
     (tmp_path / "123-TLP-hlo.txt").write_text("no listing")
@@ -81,6 +81,8 @@ def test_cycles_are_bundles_times_runs():
     # The compiler made one body of two, or more bodies than are counted.
     assert count_cycles(Code((100,), 0, 0), Executions((3, 5), 0, 1), 9) == 800
     assert count_cycles(code, Executions((3,), 0, 1), 0) == 300
+    # Bodies that do again what the one before them did are not counted, and the others go by length.
+    assert count_cycles(Code((10, 12, 100, 140), 0, 0), Executions((3, 5), 0, 1, replays=True), 0) == 300 + 50
 
 
 def test_each_op_takes_the_figure_that_can_be_right():

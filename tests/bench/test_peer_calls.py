@@ -1,11 +1,13 @@
 """Other libraries' kernels as `swa-jax bench cycles` counts them: visits by hand, and refusals."""
 
+import collections
 import importlib.util
 
 import numpy as np
 import pytest
 from command_line import fails
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.bench import cycles, peer_calls
 from swa_jax.bench.tpu_kernels import Executions
 
@@ -36,6 +38,59 @@ def test_a_kernel_s_steps_are_visits_where_the_data_give_them(monkeypatch):
     monkeypatch.setitem(peer_calls.MAKERS, "tokamax_splash", (lambda shape: Kernel, "tokamax"))
     found = peer_calls.executions("tokamax_splash_forward", H=3, T=2048)
     assert found == Executions(bodies=(6, 9), rows=6, heads=6)
+
+
+def flywheel(monkeypatch, plans, blocks=(1024, 512)):
+    """FlyWheel's own sizes, and its plans of masked blocks, by their place: so many parts each."""
+
+    class Parts:
+        @staticmethod
+        def default_block_sizes(*_, **__):
+            return BlockSizes(*blocks, block_q_compute=256, block_kv_compute=256)
+
+        @staticmethod
+        def window_fragment_plans(**_):
+            return {place: (None,) * parts for place, parts in plans.items()}
+
+        @staticmethod
+        def default_bwd_block(T):
+            return 512
+
+    monkeypatch.setattr(peer_calls.importlib, "import_module", lambda name: Parts)
+
+
+BlockSizes = collections.namedtuple("BlockSizes", "block_q block_kv block_q_compute block_kv_compute")
+
+
+@pytest.mark.parametrize("window", [None, 300, 1024, 1536, 2048])
+def test_flywheel_visits_the_blocks_that_hold_something_the_longest_code_first(monkeypatch, window):
+    """Blocks of 1024 queries and 512 keys in T = 4096; those at one place, from query to key, have one code."""
+    places, plain = collections.Counter(), 0
+    query, key = np.arange(1024)[:, None], np.arange(512)
+    for q in range(0, 4096, 1024):
+        for k in range(0, 4096, 512):
+            seen = (k + key <= q + query) & (k + key > q + query - (window or 4096))
+            plain += seen.all()
+            places[k - q] += seen.any() and not seen.all()
+    places = {place: count for place, count in places.items() if count}
+    flywheel(monkeypatch, {place: index + 1 for index, place in enumerate(places)})
+    found = peer_calls.executions("flywheel_forward", T=4096, window=window, H=2, K=1)
+    expected = (2 * plain, *(2 * count for count in reversed(places.values())))
+    assert found == Executions(expected, rows=8, heads=sum(expected), replays=True)
+
+
+def test_flywheel_of_packed_rows_has_one_code_for_masked_blocks(monkeypatch):
+    flywheel(monkeypatch, {}, blocks=(1024, 1024))
+    found = peer_calls.executions("flywheel_forward", T=4096, window=1024, packed=True)
+    assert found == Executions((7, 0), rows=4, heads=7, replays=True)  # every block is cut by one of the edges
+
+
+def test_flywheel_s_backward_pass_takes_the_heads_of_a_group_at_once(monkeypatch):
+    flywheel(monkeypatch, {})
+    found = peer_calls.executions("flywheel_backward", T=2048, window=None, H=8, K=2)
+    assert found == Executions((2 * 4, 2 * 6), rows=8, heads=20)
+    with pytest.raises(ConfigError, match="neither windows nor packed rows"):
+        peer_calls.FUNCTIONS["flywheel_backward"](T=2048, window=512)
 
 
 def test_a_library_that_is_not_there_is_named(monkeypatch):

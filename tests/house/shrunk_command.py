@@ -99,6 +99,7 @@ NOT_RUN = {
     "python -m pytest -n 8": "it needs an NVIDIA GPU",
     "swa-jax export checkpoints/qwen3 checkpoints/qwen3-gguf": "llama.cpp has no tokenizer such as the stand-in's",
     "python -m scripts.goldens": "it needs torch and transformers",
+    "python -m scripts.compare chips": "the timings are in tokamax, which is no dependency",
     "swa-jax evaluate harness": "lm-evaluation-harness is no dependency, and its tasks fetch data",
 }
 # Compiling for a pod takes a minute and more. A command that stands in this page too is run there only.

@@ -9,7 +9,9 @@ from swa_jax.base.chips import CHIPS
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.plan.kernels import busiest_device, kernels
+from swa_jax.plan import kernel_cycles
+from swa_jax.plan.kernel_cycles import MeasuredCall
+from swa_jax.plan.kernels import busiest_device, kernels, missing_calls
 from swa_jax.plan.step_time import StepWork, attention_of
 from swa_jax.plan.text import kernel_lines
 
@@ -87,6 +89,25 @@ def test_what_was_not_measured_takes_the_chips_share():
     )
     assert set(other.measured) == {"sigmoid_forward (head_dim 128, window 512)"}
     assert set(other.assumed) == {"sigmoid_backward (head_dim 128, window 512)"}
+
+
+def test_calls_that_the_table_lacks_are_named_and_their_rows_are_added(monkeypatch):
+    """A row of another window would stand in; what cannot be simulated is not asked for."""
+    monkeypatch.setattr(kernel_cycles, "_shipped", lambda: tuple(TABLE[:1]))
+    monkeypatch.setattr(kernel_cycles, "_added", [])
+
+    def missing(step, model=MODEL):
+        return {(one.call.function, one.window) for one in missing_calls("v6e", model, PATTERN, 0.13, step)}
+
+    others = {("window_backward", 512), ("full_forward", None), ("full_backward", None), ("routed_forward", 512)}
+    assert missing("train") == others
+    assert missing("prefill") == {("full_forward", None)}  # routed rows are known before a prefill attends
+    sigmoid = dataclasses.replace(MODEL, attention_activation="sigmoid")
+    assert missing("train", sigmoid) == {("sigmoid_forward", 512), ("sigmoid_backward", 512)}
+    (call,) = (one.call for one in missing_calls("v6e", MODEL, PATTERN, 0.13, "prefill"))
+    assert call == MeasuredCall("v6e", "full_forward", 128, packed=True, group=2)
+    kernel_cycles.add_rows(TABLE[1:])
+    assert missing("train") == set()
 
 
 def test_the_busiest_device_of_a_causal_row():
