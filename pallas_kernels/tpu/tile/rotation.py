@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -9,22 +10,34 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.math.rotary import Rotation
+from pallas_kernels.math.rotary import Rotation, rotate
 from pallas_kernels.math.spec import Coordinates
 from pallas_kernels.tpu.tile.tiles import LANES, Blocked, Call, batch_index
 
 
-def rotates_queries(head_dim: int) -> bool:
-    """Whether the kernels can turn queries of this size: heads that fill whole registers."""
-    return head_dim % LANES == 0
+def rotates_queries(width: int) -> bool:
+    """Whether the kernels can turn queries in rows of this width: those that fill whole registers."""
+    return width % LANES == 0
 
 
-def left_to_kernels(call: Call, where: Coordinates, rotation: Rotation | None) -> tuple[Call, Coordinates]:
-    """A call whose kernels rotate the queries, if they are still to be rotated."""
+def left_to_kernels(
+    call: Call, q: jax.Array, where: Coordinates, rotation: Rotation | None
+) -> tuple[Call, jax.Array, Coordinates]:
+    """A call whose kernels rotate the queries [B, T, H, D], if they are still to be; or the queries rotated."""
     if rotation is None:
-        return call, where
+        return call, q, where
+    if not rotates_queries(q.shape[3]):
+        return call, rotated(q, rotation), where
     call = dataclasses.replace(call, rotated_by=rotation.distance)
-    return call, where._replace(q_cos=rotation.cos, q_sin=rotation.sin)
+    cos, sin = (jnp.tile(table, call.abreast) for table in (rotation.cos, rotation.sin))
+    return call, q, where._replace(q_cos=cos, q_sin=sin)
+
+
+def rotated(q: jax.Array, rotation: Rotation) -> jax.Array:
+    """`rotate`, by XLA: of narrow heads as many side by side as fill a register, or it would take longer."""
+    heads, head_dim = q.shape[2:]
+    abreast = math.gcd(heads, max(LANES // head_dim, 1))
+    return rotate(q.reshape(*q.shape[:2], -1, abreast * head_dim), rotation).reshape(q.shape)
 
 
 def multiplied(call: Call, q: jax.Array) -> jax.Array:
