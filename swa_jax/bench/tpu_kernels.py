@@ -50,6 +50,7 @@ from pallas_kernels.tpu.schedule.documents import documents_of, read_bounds
 from pallas_kernels.tpu.schedule.pair_schedule import has_default_positions
 from pallas_kernels.tpu.schedule.row_list import list_rows
 from pallas_kernels.tpu.schedule.side_by_side import heads_side_by_side
+from pallas_kernels.tpu.tile.pairs import pairs_pay
 from pallas_kernels.tpu.tile.rotation import left_to_kernels
 from pallas_kernels.tpu.tile.tiles import Call, OutGradients, TpuOperands
 from pallas_kernels.tpu.window.geometry import blocks_back, heads_a_step, window_steps
@@ -234,6 +235,8 @@ def executions(
     defaults, rho = {"H": 8, "K": 8} if hybrid else {}, shape.pop("rho", 0.75)
     window = {"window": None} if name.startswith("full") else {}
     H, K, T, D, dtype, spec, tiles = _read({"window": 1024} | defaults | shape | window)
+    abreast = _abreast(H, K, D, spec, full_from is None and not hybrid and context is None)
+    H, K, D = H // abreast, K // abreast if H == K else K, D * abreast
     ids = jnp.asarray(segment_ids(T, documents)) if packed or documents is not None else None
     if ids is not None and context is not None:
         return {}  # the bodies for the edges of documents cannot be told from the others by their length
@@ -242,7 +245,7 @@ def executions(
     if context is not None:
         where = of_first_device(where, context)
     given = Given(D, dtype, kind, hybrid)
-    call = _call(spec, where, given, tiles, context=context)
+    call = _call(spec, where, given, tiles, context=context, abreast=abreast)
     launches = _launches(call, where, given, tiles)
     windowed = round(rho * K) * H // K if hybrid else H
     served = {"all": H, "windowed": windowed, "full": H - windowed}
@@ -379,13 +382,26 @@ def of_first_device(where: Coordinates, context: int) -> Coordinates:
     )
 
 
+def _abreast(H: int, K: int, D: int, spec: AttentionSpec, alone: bool) -> int:
+    """The heads side by side in the arrays of a call, which window kernels serve `alone` or not."""
+    return 2 if alone and pairs_pay(H, K, D, spec.window) else 1
+
+
 def _call(
-    spec: AttentionSpec, where, given: Given, tiles: dict, branches=False, has_slopes=False, context: int | None = None
+    spec: AttentionSpec,
+    where,
+    given: Given,
+    tiles: dict,
+    branches=False,
+    has_slopes=False,
+    context: int | None = None,
+    abreast: int = 1,
 ) -> Call:
-    """The call as `tpu` makes it."""
+    """The call as `tpu` makes it; `given` has the width of all heads side by side."""
     T, order = where.kv_pos.shape[1], None if context is None else RowOrder(context, True)
     options = {"has_slopes": has_slopes, "has_bias": False, "kind": given.kind, "order": order}
-    call = make_call(spec, where, given.head_dim, given.dtype, **options)
+    call = make_call(spec, where, given.head_dim // abreast, given.dtype, **options)
+    call = dataclasses.replace(call, abreast=abreast)
     call = routed_call(call, where, given) if branches else attention_call(call, where, given)
     call = dataclasses.replace(call, tiles=dataclasses.replace(call.tiles, **tiles))
     if T % call.tiles.q_block:
@@ -416,9 +432,10 @@ def _bench(
     rotated=False,
 ):
     H, K, T, D, dtype, spec, tiles = _read(shape, activation)
-    q_length = T // (context or 1)
-    q = jax.ShapeDtypeStruct((1, H, q_length, D), dtype)
-    kv = jax.ShapeDtypeStruct((1, K, T, D), dtype)
+    abreast = _abreast(H, K, D, spec, full_from is None and rho is None and context is None and not branches)
+    q_length, width = T // (context or 1), D * abreast
+    q = jax.ShapeDtypeStruct((1, H // abreast, q_length, width), dtype)
+    kv = jax.ShapeDtypeStruct((1, K // abreast if H == K else K, T, width), dtype)
     head_bias = jax.ShapeDtypeStruct((2, H), jnp.float32)
     row = jax.ShapeDtypeStruct((1, H, 8 if backward else 1, q_length), jnp.float32)
     ids = jax.ShapeDtypeStruct((1, T), jnp.int32)
@@ -432,8 +449,8 @@ def _bench(
         where = coordinates(T, T, q_segment_ids=ids if packed else None, full_from=full)
         if context is not None:
             where = of_first_device(where, context)
-        given = Given(D, dtype, device_kind(), rho is not None)
-        call = _call(spec, where, given, tiles, branches, activation == "sigmoid", context)
+        given = Given(width, dtype, device_kind(), rho is not None)
+        call = _call(spec, where, given, tiles, branches, activation == "sigmoid", context, abreast)
         call, where = _rotating(dataclasses.replace(call, zero_cut=cut), where, tables)
         full_heads = None if rho is None else jnp.arange(K) >= round(rho * K)
         x = TpuOperands(q, k, v, head_bias, where, full_heads)
@@ -458,7 +475,9 @@ def _rotating(call: Call, where: Coordinates, tables) -> tuple[Call, Coordinates
     if not tables:
         return call, where
     cos, sin = tables
-    return left_to_kernels(call, where, Rotation(cos, sin, distance=cos.shape[2] // 2))
+    q = jnp.zeros((1, 1, 1, cos.shape[2] * call.abreast))
+    call, _, where = left_to_kernels(call, q, where, Rotation(cos, sin, distance=cos.shape[2] // 2))
+    return call, where
 
 
 def _own_row(call: Call, D: int) -> list[dict]:
