@@ -55,6 +55,7 @@ from pallas_kernels.tpu.tile.rotation import left_to_kernels
 from pallas_kernels.tpu.tile.tiles import Call, OutGradients, TpuOperands
 from pallas_kernels.tpu.window.geometry import blocks_back, heads_a_step, window_steps
 from pallas_kernels.tpu.window.window_backward_step import heads_in_one_piece
+from swa_jax.bench.bench_rows import of_first_device, routed_rows, segment_ids
 
 
 def window_forward(packed=False, documents=None, cut=0, full_from=None, rotated=False, **shape):
@@ -93,14 +94,14 @@ def full_backward(packed=False, documents=None, context=None, rotated=False, **s
     return _bench(shape | {"window": None}, **options, backward=True)
 
 
-def sigmoid_forward(**shape):
-    """Window attention with sigmoid and ALiBi."""
-    return _bench({"window": 1024} | shape, activation="sigmoid")
+def sigmoid_forward(packed=False, rotated=False, **shape):
+    """Window attention with sigmoid and ALiBi; the options are those of `window_forward`."""
+    return _bench({"window": 1024} | shape, activation="sigmoid", packed=packed, rotated=rotated)
 
 
-def sigmoid_backward(**shape):
-    """dq, dk and dv of window attention with sigmoid and ALiBi."""
-    return _bench({"window": 1024} | shape, activation="sigmoid", backward=True)
+def sigmoid_backward(packed=False, rotated=False, **shape):
+    """dq, dk and dv of window attention with sigmoid and ALiBi; the options are those of `window_forward`."""
+    return _bench({"window": 1024} | shape, activation="sigmoid", packed=packed, rotated=rotated, backward=True)
 
 
 def head_hybrid_forward(rho=0.75, **shape):
@@ -359,29 +360,6 @@ def _pairs(call: Call, size: int, distance: int) -> int:
     return int((((back >= least) & (back <= greatest)) * (size - abs(diagonals))).sum())
 
 
-def segment_ids(T: int, documents: int | None) -> np.ndarray:
-    """[1, T] int32: one document, or documents of so many tokens, whose edges are those of no block."""
-    start = 0 if documents is None else documents - int(0.38 * documents)
-    return (1 + (np.arange(T, dtype=np.int32)[None] + start) // (documents or T)).astype(np.int32)
-
-
-def of_first_device(where: Coordinates, context: int) -> Coordinates:
-    """Coordinates of a row that so many devices share in zig-zag order: the first one's queries, and all keys."""
-    order = RowOrder(context, True).tokens_as_held(where.q_order.shape[1])
-
-    def held(x, devices: int = 1):
-        return None if x is None else jnp.asarray(x)[:, order[: len(order) // devices]]
-
-    return where._replace(
-        q_pos=held(where.q_pos, context),
-        kv_pos=held(where.kv_pos),
-        q_order=held(where.q_order, context),
-        kv_order=held(where.kv_order),
-        q_segment_ids=held(where.q_segment_ids, context),
-        kv_segment_ids=held(where.kv_segment_ids),
-    )
-
-
 def _abreast(H: int, K: int, D: int, spec: AttentionSpec, alone: bool) -> int:
     """The heads side by side in the arrays of a call, which window kernels serve `alone` or not."""
     return 2 if alone and pairs_pay(H, K, D, spec.window) else 1
@@ -475,9 +453,7 @@ def _rotating(call: Call, where: Coordinates, tables) -> tuple[Call, Coordinates
     if not tables:
         return call, where
     cos, sin = tables
-    q = jnp.zeros((1, 1, 1, cos.shape[2] * call.abreast))
-    call, _, where = left_to_kernels(call, q, where, Rotation(cos, sin, distance=cos.shape[2] // 2))
-    return call, where
+    return left_to_kernels(call, where, Rotation(cos, sin, distance=cos.shape[2] // 2))
 
 
 def _own_row(call: Call, D: int) -> list[dict]:
@@ -501,11 +477,6 @@ def _routed(ratio, shape):
         return out, pullback(out)
 
     return both, (q, kv, kv, jax.ShapeDtypeStruct((1, T), jnp.float32))
-
-
-def routed_rows(T: int, ratio: float) -> np.ndarray:
-    """Which of T tokens are routed, at even distances: as good as random for what is measured. [T] bool."""
-    return np.diff(np.floor(np.arange(T + 1) * ratio)) > 0
 
 
 def _read(shape, activation="softmax"):

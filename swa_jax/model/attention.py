@@ -229,7 +229,7 @@ class Attention(nnx.Module):
 
     @property
     def width(self) -> int:
-        """The channels of a row of heads between the projections: two heads of 64 fill a register's lanes side by side."""
+        """The channels of a row between the projections: two heads of 64 lie side by side in a register's lanes."""
         config = self.config
         even = config.num_attention_heads % 2 == config.num_key_value_heads % 2 == 0
         pairs = config.head_dim == 64 and even and not config.qk_norm and config.v_head_dim is None

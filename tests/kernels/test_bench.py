@@ -12,7 +12,7 @@ from pallas_kernels import AttentionSpec, attention, decode_attention, routed_at
 from pallas_kernels.math.spec import coordinates
 from pallas_kernels.tpu.decode.decode import choose_steps, list_visits
 from pallas_kernels.tpu.schedule import documents
-from swa_jax.bench import tpu_kernels
+from swa_jax.bench import bench_rows, tpu_kernels
 from swa_jax.bench.compile_for_chip import kernel_name, pallas_calls
 
 T, WINDOW = 2048, 1024
@@ -150,7 +150,7 @@ def test_executions_over_documents_are_the_blocks_that_no_edge_crosses_and_small
         return tpu_kernels.executions("full_forward", "TPU v6 lite", T=4096, **options)["scheduled_forward"].bodies
 
     assert bodies(packed=True) == (*bodies(), 0, 0, 0)
-    ids = tpu_kernels.segment_ids(4096, 2048)
+    ids = bench_rows.segment_ids(4096, 2048)
     assert np.flatnonzero(np.diff(ids[0])).tolist() == [777, 2825]
     # Small blocks of 1024: the first and the third have an edge inside. No pair is plain; the bodies for whole blocks
     # do not run.
@@ -229,7 +229,7 @@ def test_every_function_takes_the_same_arguments(name):
 
 @pytest.mark.parametrize("ratio", [0.0, 0.13, 0.6, 0.75, 1.0])
 def test_the_given_share_of_rows_is_routed(ratio):
-    rows = tpu_kernels.routed_rows(1000, ratio)
+    rows = bench_rows.routed_rows(1000, ratio)
     assert rows.shape == (1000,)
     assert rows.sum() == round(1000 * ratio)
     assert abs(rows[:500].sum() - 500 * ratio) <= 1  # evenly

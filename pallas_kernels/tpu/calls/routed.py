@@ -48,7 +48,7 @@ from pallas_kernels.tpu.calls.passes import backward, forward
 from pallas_kernels.tpu.calls.rows import add_rows, choose, gather_rows
 from pallas_kernels.tpu.schedule.scheduled_forward import branches_forward
 from pallas_kernels.tpu.tile.cotangents import Branch, Cotangents, divide
-from pallas_kernels.tpu.tile.rotation import left_to_kernels, multiplied, rotated
+from pallas_kernels.tpu.tile.rotation import left_to_kernels, multiplied, rotated_by_xla, rotates_queries
 from pallas_kernels.tpu.tile.tiles import Call, LaunchHeads, OutGradients, TpuOperands
 
 
@@ -74,8 +74,9 @@ def routed_attention(
     """
     here = one_part(ring, where)
     call = call_of(q, spec, here, per_head, order)
+    if rotation is not None and (inference or not rotates_queries(q.shape[3])):
+        q, rotation = rotated_by_xla(q, rotation), None
     if inference:
-        q = q if rotation is None else rotated(q, rotation)
         calls = inference_calls(call)
 
         def part(q, where, outside):
@@ -84,7 +85,7 @@ def routed_attention(
         return route(part, q, gate, where, per_head.sink_logits, inference=True)
 
     (_, length, heads, _), full_heads = q.shape, per_head.full_heads
-    call, q, where = left_to_kernels(call, q, where, rotation)
+    call, where = left_to_kernels(call, where, rotation)
     given = Given(q.shape[3], k.dtype, device_kind(), full_heads is not None)
     call = routed_call(call, here, given)
     launches = routed_launches(call, here, given, in_ring=ring is not None)

@@ -20,21 +20,17 @@ def rotates_queries(width: int) -> bool:
     return width % LANES == 0
 
 
-def left_to_kernels(
-    call: Call, q: jax.Array, where: Coordinates, rotation: Rotation | None
-) -> tuple[Call, jax.Array, Coordinates]:
-    """A call whose kernels rotate the queries [B, T, H, D], if they are still to be; or the queries rotated."""
+def left_to_kernels(call: Call, where: Coordinates, rotation: Rotation | None) -> tuple[Call, Coordinates]:
+    """A call whose kernels rotate the queries, if they are still to be rotated."""
     if rotation is None:
-        return call, q, where
-    if not rotates_queries(q.shape[3]):
-        return call, rotated(q, rotation), where
+        return call, where
     call = dataclasses.replace(call, rotated_by=rotation.distance)
     cos, sin = (jnp.tile(table, call.abreast) for table in (rotation.cos, rotation.sin))
-    return call, q, where._replace(q_cos=cos, q_sin=sin)
+    return call, where._replace(q_cos=cos, q_sin=sin)
 
 
-def rotated(q: jax.Array, rotation: Rotation) -> jax.Array:
-    """`rotate`, by XLA: of narrow heads as many side by side as fill a register, or it would take longer."""
+def rotated_by_xla(q: jax.Array, rotation: Rotation) -> jax.Array:
+    """`rotate` for queries [B, T, H, D]: of narrow heads as many side by side as fill a register, which is faster."""
     heads, head_dim = q.shape[2:]
     abreast = math.gcd(heads, max(LANES // head_dim, 1))
     return rotate(q.reshape(*q.shape[:2], -1, abreast * head_dim), rotation).reshape(q.shape)

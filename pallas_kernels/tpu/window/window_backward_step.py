@@ -82,8 +82,8 @@ class WindowBackwardRefs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WindowBackwardStep:
-    """A step of the grid: a block of queries of `members` of the `group` query heads that share a KV head. Heads side by
-    side count as one.
+    """A step of the grid: a block of queries of `members` of the `group` query heads that share a KV head; heads side
+    by side count as one.
 
     Attributes:
       part: which of the group's parts, of `members` heads each.
