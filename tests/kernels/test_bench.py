@@ -89,6 +89,7 @@ def test_bench_functions_launch_what_the_api_launches(name, kind):
         {"num_sink_tokens": 128},
         {"packed": True, "num_sink_tokens": 4},
         {"packed": True, "full_from": 512},
+        {"packed": True, "H": 2, "K": 2, "D": 64},  # a pair of heads
     ],
 )
 @pytest.mark.parametrize("backward", [False, True])
@@ -106,7 +107,7 @@ def test_variants_of_the_window_launch_what_the_api_launches(option, backward):
         out, pullback = jax.vjp(forward, *arguments)
         return pullback(out)
 
-    q, ids = array(1, T, 1, 128), array(1, T, dtype=jnp.int32)
+    q, ids = array(1, T, option.get("H", 1), option.get("D", 128)), array(1, T, dtype=jnp.int32)
     called = launches(kind, both if backward else forward, (q, q, q, ids))
     measured = launches(kind, *tpu_kernels.FUNCTIONS[name](T=T, **option))
     if backward:
@@ -117,10 +118,10 @@ def test_variants_of_the_window_launch_what_the_api_launches(option, backward):
 def test_settings_are_what_the_functions_take():
     for name, function in tpu_kernels.FUNCTIONS.items():
         assert {"T", "D", "window"} <= set(tpu_kernels.settings(name))
-        small = {"T": 256, "D": 64, "H": 2, "K": 1, "window": 64, "dtype": "float32", "num_sink_tokens": 2}
+        small = {"T": 256, "D": 32, "H": 2, "K": 1, "window": 64, "dtype": "float32", "num_sink_tokens": 2}
         _, arguments = function(**small)
         assert arguments[0].dtype == jnp.float32
-        assert 64 in arguments[0].shape
+        assert 32 in arguments[0].shape
     assert "packed" in tpu_kernels.settings("window_forward")
     assert "strip" in tpu_kernels.settings("window_forward")
     assert "strip" not in tpu_kernels.settings("routed_backward")
