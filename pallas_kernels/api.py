@@ -95,7 +95,7 @@ def attention(
     where = coordinates(q.shape[1], kv_length, **packing._asdict())
     k, v, where, sharing = _of_all_devices(ring, k, v, where, backend)
     q, per_head = _scaled(q, per_head, backend)
-    q, rotating = _rotated(q, rotation, backend, inference=False)
+    q, rotating = _rotated(q, rotation, backend)
     out, lse = backend.attention(q, k, v, spec, where, per_head, **sharing, **rotating)
     out = _nan_where_unassigned(out, where, packing.full_from).astype(q.dtype)
     return (out, lse) if return_lse else out
@@ -148,7 +148,7 @@ def routed_attention(
     if inference:
         q, k, v, gate = _only_forward((q, k, v, gate))
     q, per_head = _scaled(q, per_head, backend)
-    q, rotating = _rotated(q, rotation, backend, inference)
+    q, rotating = _rotated(q, rotation, backend)
     out, disagreement = backend.routed_attention(
         q, k, v, gate, spec, where, per_head, inference=inference, **sharing, **rotating
     )
@@ -309,18 +309,11 @@ def _scaled(q, per_head: PerHead, backend: ModuleType) -> tuple[jax.Array, PerHe
     return (q, per_head) if backend is reference else scale_queries(q, per_head)
 
 
-def _rotated(
-    q: jax.Array, rotation: Rotation | None, backend: ModuleType, inference: bool
-) -> tuple[jax.Array, dict[str, Any]]:
-    """The queries as the backend takes them, with its option: rotated, or with what they are to be rotated by.
-
-    With `inference`, a routed call brings its rows into another order first.
-    """
+def _rotated(q: jax.Array, rotation: Rotation | None, backend: ModuleType) -> tuple[jax.Array, dict[str, Any]]:
+    """The queries as the backend takes them, with its option: rotated, or with what they are to be rotated by."""
     if rotation is None:
         return q, {}
-    if backend is tpu and tpu.rotates_queries(q.shape[3]) and not inference:
-        return q, {"rotation": rotation}
-    return rotate(q, rotation), {}
+    return (q, {"rotation": rotation}) if backend is tpu else (rotate(q, rotation), {})
 
 
 @jax.custom_vjp

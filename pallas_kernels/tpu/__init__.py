@@ -1,7 +1,5 @@
 """Attention on TPUs: `attention`, `routed_attention` and `decode_attention`."""
 
-import dataclasses
-
 import jax
 
 from pallas_kernels.math.parts import join_sinks
@@ -9,13 +7,13 @@ from pallas_kernels.math.ring import Ring, RowOrder, one_part
 from pallas_kernels.math.rotary import Rotation
 from pallas_kernels.math.spec import AttentionSpec, Coordinates, PerHead
 from pallas_kernels.tpu.calls.attend import attend_to_keys
-from pallas_kernels.tpu.calls.launches import call_of
+from pallas_kernels.tpu.calls.launches import call_of, with_pairs
 from pallas_kernels.tpu.calls.routed import routed_attention
 from pallas_kernels.tpu.decode.decode import decode_attention
-from pallas_kernels.tpu.tile.pairs import in_pairs, side_by_side
-from pallas_kernels.tpu.tile.rotation import left_to_kernels, rotates_queries
+from pallas_kernels.tpu.tile.pairs import side_by_side
+from pallas_kernels.tpu.tile.rotation import left_to_kernels, rotated_by_xla, rotates_queries
 
-__all__ = ["attention", "decode_attention", "rotates_queries", "routed_attention"]
+__all__ = ["attention", "decode_attention", "routed_attention"]
 
 
 def attention(
@@ -30,12 +28,13 @@ def attention(
     rotation: Rotation | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns out [B, T, H, D] in q's dtype and lse [B, T, H] f32 (None for sigmoid)."""
-    shape, pairs = q.shape, in_pairs(q, k, spec, per_head)
-    if pairs:
-        spec = dataclasses.replace(spec, scale=spec.scale_for(q.shape[3]))
+    here, shape, (heads, head_dim) = one_part(ring, where), q.shape, q.shape[2:]
+    call = call_of(q, spec, here, per_head, order)
+    call = with_pairs(call, here, heads, head_dim, k.shape[2], per_head.full_heads)
+    if call.abreast > 1:
         q, k, v = side_by_side(q, k, v)
-    call = call_of(q, spec, one_part(ring, where), per_head, order)
+    if rotation is not None and not rotates_queries(q.shape[3]):
+        q, rotation = rotated_by_xla(q, rotation), None
     call, where = left_to_kernels(call, where, rotation)
-    out, lse = attend_to_keys(call, q, k, v, where, per_head, ring, pairs)
-    out = out.reshape(shape)
-    return join_sinks(out, lse, per_head.sink_logits)
+    out, lse = attend_to_keys(call, q, k, v, where, per_head, ring)
+    return join_sinks(out.reshape(shape), lse, per_head.sink_logits)

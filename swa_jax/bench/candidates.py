@@ -22,7 +22,7 @@ from pallas_kernels import AttentionSpec, alibi_slopes, attention, decode_attent
 from pallas_kernels.dispatch import current_device
 from pallas_kernels.request import Op, Request
 from swa_jax.bench import peer_calls
-from swa_jax.bench.tpu_kernels import routed_rows
+from swa_jax.bench.bench_rows import routed_rows
 
 PASSES = ("forward", "forward+backward", "decode")
 VARIANTS = ("plain", "sink-tokens", "sigmoid", "routed")

@@ -55,17 +55,17 @@ def row_of(measurement: CycleCount) -> Row:
     """The row of a measurement that has a figure, with the command that made it."""
     name, settings, cycles = measurement.function, measurement.settings, measurement.kernel_cycles_per_1024
     assert cycles is not None
-    _, (q, k, *_) = tpu_kernels.FUNCTIONS[name](**settings)  # [1, H, T, D], [1, K, T, D]; nothing is computed
+    _, (q, *_) = tpu_kernels.FUNCTIONS[name](**settings)  # [1, H, T, D]; nothing is computed
     options = "".join(f" --set {key}={json.dumps(value)}" for key, value in settings.items())
     kernels = [op for op in measurement.ops if op.name in measurement.kernels]
     return {
         "chip": measurement.chip,
         "function": name,
-        "head_dim": q.shape[-1],
+        "head_dim": settings.get("D", 128),
         "window": None if name.startswith("full") else settings.get("window", 1024),
         "packed": bool(settings.get("packed", False)),
         "num_sink_tokens": settings.get("num_sink_tokens", 0),
-        "group": q.shape[1] // k.shape[1],
+        "group": settings.get("H", 1) // settings.get("K", 1),
         "length": q.shape[-2],
         "cycles": round(cycles, 1),
         "how": ", ".join(sorted({op.source for op in kernels})),

@@ -50,10 +50,12 @@ from pallas_kernels.tpu.schedule.documents import documents_of, read_bounds
 from pallas_kernels.tpu.schedule.pair_schedule import has_default_positions
 from pallas_kernels.tpu.schedule.row_list import list_rows
 from pallas_kernels.tpu.schedule.side_by_side import heads_side_by_side
+from pallas_kernels.tpu.tile.pairs import pairs_pay
 from pallas_kernels.tpu.tile.rotation import left_to_kernels
 from pallas_kernels.tpu.tile.tiles import Call, OutGradients, TpuOperands
 from pallas_kernels.tpu.window.geometry import blocks_back, heads_a_step, window_steps
 from pallas_kernels.tpu.window.window_backward_step import heads_in_one_piece
+from swa_jax.bench.bench_rows import of_first_device, routed_rows, segment_ids
 
 
 def window_forward(packed=False, documents=None, cut=0, full_from=None, rotated=False, **shape):
@@ -92,14 +94,14 @@ def full_backward(packed=False, documents=None, context=None, rotated=False, **s
     return _bench(shape | {"window": None}, **options, backward=True)
 
 
-def sigmoid_forward(**shape):
-    """Window attention with sigmoid and ALiBi."""
-    return _bench({"window": 1024} | shape, activation="sigmoid")
+def sigmoid_forward(packed=False, rotated=False, **shape):
+    """Window attention with sigmoid and ALiBi; the options are those of `window_forward`."""
+    return _bench({"window": 1024} | shape, activation="sigmoid", packed=packed, rotated=rotated)
 
 
-def sigmoid_backward(**shape):
-    """dq, dk and dv of window attention with sigmoid and ALiBi."""
-    return _bench({"window": 1024} | shape, activation="sigmoid", backward=True)
+def sigmoid_backward(packed=False, rotated=False, **shape):
+    """dq, dk and dv of window attention with sigmoid and ALiBi; the options are those of `window_forward`."""
+    return _bench({"window": 1024} | shape, activation="sigmoid", packed=packed, rotated=rotated, backward=True)
 
 
 def head_hybrid_forward(rho=0.75, **shape):
@@ -235,6 +237,8 @@ def executions(
     defaults, rho = {"H": 8, "K": 8} if hybrid else {}, shape.pop("rho", 0.75)
     window = {"window": None} if name.startswith("full") else {}
     H, K, T, D, dtype, spec, tiles = _read({"window": 1024} | defaults | shape | window)
+    abreast = _abreast(H, K, D, spec, full_from is None and not hybrid and context is None)
+    H, K, D = H // abreast, K // abreast if H == K else K, D * abreast
     ids = jnp.asarray(segment_ids(T, documents)) if packed or documents is not None else None
     if ids is not None and context is not None:
         return {}  # the bodies for the edges of documents cannot be told from the others by their length
@@ -243,7 +247,7 @@ def executions(
     if context is not None:
         where = of_first_device(where, context)
     given = Given(D, dtype, kind, hybrid)
-    call = _call(spec, where, given, tiles, context=context)
+    call = _call(spec, where, given, tiles, context=context, abreast=abreast)
     launches = _launches(call, where, given, tiles)
     windowed = round(rho * K) * H // K if hybrid else H
     served = {"all": H, "windowed": windowed, "full": H - windowed}
@@ -357,36 +361,26 @@ def _pairs(call: Call, size: int, distance: int) -> int:
     return int((((back >= least) & (back <= greatest)) * (size - abs(diagonals))).sum())
 
 
-def segment_ids(T: int, documents: int | None) -> np.ndarray:
-    """[1, T] int32: one document, or documents of so many tokens, whose edges are those of no block."""
-    start = 0 if documents is None else documents - int(0.38 * documents)
-    return (1 + (np.arange(T, dtype=np.int32)[None] + start) // (documents or T)).astype(np.int32)
-
-
-def of_first_device(where: Coordinates, context: int) -> Coordinates:
-    """Coordinates of a row that so many devices share in zig-zag order: the first one's queries, and all keys."""
-    order = RowOrder(context, True).tokens_as_held(where.q_order.shape[1])
-
-    def held(x, devices: int = 1):
-        return None if x is None else jnp.asarray(x)[:, order[: len(order) // devices]]
-
-    return where._replace(
-        q_pos=held(where.q_pos, context),
-        kv_pos=held(where.kv_pos),
-        q_order=held(where.q_order, context),
-        kv_order=held(where.kv_order),
-        q_segment_ids=held(where.q_segment_ids, context),
-        kv_segment_ids=held(where.kv_segment_ids),
-    )
+def _abreast(H: int, K: int, D: int, spec: AttentionSpec, alone: bool) -> int:
+    """The heads side by side in the arrays of a call, which window kernels serve `alone` or not."""
+    return 2 if alone and pairs_pay(H, K, D, spec.window) else 1
 
 
 def _call(
-    spec: AttentionSpec, where, given: Given, tiles: dict, branches=False, has_slopes=False, context: int | None = None
+    spec: AttentionSpec,
+    where,
+    given: Given,
+    tiles: dict,
+    branches=False,
+    has_slopes=False,
+    context: int | None = None,
+    abreast: int = 1,
 ) -> Call:
-    """The call as `tpu` makes it."""
+    """The call as `tpu` makes it; `given` has the width of all heads side by side."""
     T, order = where.kv_pos.shape[1], None if context is None else RowOrder(context, True)
     options = {"has_slopes": has_slopes, "has_bias": False, "kind": given.kind, "order": order}
-    call = make_call(spec, where, given.head_dim, given.dtype, **options)
+    call = make_call(spec, where, given.head_dim // abreast, given.dtype, **options)
+    call = dataclasses.replace(call, abreast=abreast)
     call = routed_call(call, where, given) if branches else attention_call(call, where, given)
     call = dataclasses.replace(call, tiles=dataclasses.replace(call.tiles, **tiles))
     if T % call.tiles.q_block:
@@ -417,9 +411,10 @@ def _bench(
     rotated=False,
 ):
     H, K, T, D, dtype, spec, tiles = _read(shape, activation)
-    q_length = T // (context or 1)
-    q = jax.ShapeDtypeStruct((1, H, q_length, D), dtype)
-    kv = jax.ShapeDtypeStruct((1, K, T, D), dtype)
+    abreast = _abreast(H, K, D, spec, full_from is None and rho is None and context is None and not branches)
+    q_length, width = T // (context or 1), D * abreast
+    q = jax.ShapeDtypeStruct((1, H // abreast, q_length, width), dtype)
+    kv = jax.ShapeDtypeStruct((1, K // abreast if H == K else K, T, width), dtype)
     head_bias = jax.ShapeDtypeStruct((2, H), jnp.float32)
     row = jax.ShapeDtypeStruct((1, H, 8 if backward else 1, q_length), jnp.float32)
     ids = jax.ShapeDtypeStruct((1, T), jnp.int32)
@@ -433,8 +428,8 @@ def _bench(
         where = coordinates(T, T, q_segment_ids=ids if packed else None, full_from=full)
         if context is not None:
             where = of_first_device(where, context)
-        given = Given(D, dtype, device_kind(), rho is not None)
-        call = _call(spec, where, given, tiles, branches, activation == "sigmoid", context)
+        given = Given(width, dtype, device_kind(), rho is not None)
+        call = _call(spec, where, given, tiles, branches, activation == "sigmoid", context, abreast)
         call, where = _rotating(dataclasses.replace(call, zero_cut=cut), where, tables)
         full_heads = None if rho is None else jnp.arange(K) >= round(rho * K)
         x = TpuOperands(q, k, v, head_bias, where, full_heads)
@@ -483,11 +478,6 @@ def _routed(ratio, shape):
         return out, pullback(out)
 
     return both, (q, kv, kv, jax.ShapeDtypeStruct((1, T), jnp.float32))
-
-
-def routed_rows(T: int, ratio: float) -> np.ndarray:
-    """Which of T tokens are routed, at even distances: as good as random for what is measured. [T] bool."""
-    return np.diff(np.floor(np.arange(T + 1) * ratio)) > 0
 
 
 def _read(shape, activation="softmax"):

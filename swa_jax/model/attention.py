@@ -198,11 +198,7 @@ class Attention(nnx.Module):
         self, x: jax.Array, row: LayerData, context: AttentionContext
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, Rotation | None]:
         """As `qkv`, with queries that are still to be rotated by the last result."""
-        size = self.config.head_dim
-        # Two heads of 64 fill a register's lanes, and go side by side as far as the attention.
-        even = self.config.num_attention_heads % 2 == self.config.num_key_value_heads % 2 == 0
-        pairs = size == 64 and even and not self.config.qk_norm and self.config.v_head_dim is None
-        width = 2 * size if pairs else size
+        size, width = self.config.head_dim, self.width
         q = self.q_proj.to_heads(x, width)
         k = self.k_proj.to_heads(x, width) if self.has_keys else None
         v = self.v_proj.to_heads(x, self.config.v_head_dim or width) if hasattr(self, "v_proj") else k
@@ -227,11 +223,17 @@ class Attention(nnx.Module):
                 if context.query_scale is not None:  # queries that are rotated are scaled with it
                     cos, sin = (table * context.query_scale[..., None] for table in (cos, sin))
                     rotation = Rotation(cos, sin, rope_distance(self.config))
-                if pairs:
-                    q, rotation = rotate(q, rotation), None
-        if pairs:
+        if width != size:
             q, k, v = jax.tree.map(lambda t: t.reshape(*t.shape[:2], -1, size), (q, k, v))
         return q, k, v, rotation
+
+    @property
+    def width(self) -> int:
+        """The channels of a row between the projections: two heads of 64 lie side by side in a register's lanes."""
+        config = self.config
+        even = config.num_attention_heads % 2 == config.num_key_value_heads % 2 == 0
+        pairs = config.head_dim == 64 and even and not config.qk_norm and config.v_head_dim is None
+        return 2 * config.head_dim if pairs else config.head_dim
 
     def full_heads(self, row: LayerData) -> jax.Array:
         """Which of the layer's KV heads stay full: [K] bool."""
@@ -256,6 +258,8 @@ class Attention(nnx.Module):
             act = nnx.sigmoid if self.config.attention_gate_act == "sigmoid" else nnx.softplus
             gate = act(self.g_proj.to_heads(x, width).astype(jnp.float32))  # [B, T, H, 1 or D]
             mixed = mixed * gate.astype(mixed.dtype)
+        if self.width != self.config.head_dim:
+            mixed = mixed.reshape(*mixed.shape[:2], -1, self.width)
         return self.o_proj.from_heads(mixed)
 
     def __call__(

@@ -14,9 +14,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.math.spec import AttentionSpec
-from pallas_kernels.request import Device, Op, Request
-from pallas_kernels.tpu.calls.listing import as_launched
+from pallas_kernels.tpu.tile.pairs import pairs_pay
 from pallas_kernels.tpu.tile.rotation import rotates_queries
 from swa_jax.base.chips import CHIPS, TARGETS
 from swa_jax.model.config import ModelConfig
@@ -160,20 +158,15 @@ class _Reached:
         rotating them takes longer."""
         target, model = self.target, self.model
         row = 2 * model.num_attention_heads * model.head_dim  # bytes of bfloat16
-        cycles = self._rotates() * ROTATING["rows"] * model.num_attention_heads / 1024 / target.num_cores
+        cycles = self._rotating("rows") * model.num_attention_heads / 1024 / target.num_cores
         return (4 + 3 * ratio) * row / target.hbm_bytes + cycles / (target.gigahertz * 1e9)
 
-    def _rotates(self) -> bool:
-        """Whether kernels rotate the queries."""
-        return self.model.uses_rope and rotates_queries(self.model.head_dim)
-
-    def _request(self, what: str, window: int | None) -> Request:
-        """The call, as far as the sizes of its heads follow from it."""
-        model = self.model
-        op: Op = "routed_attention" if what == "routed" else "attention"
-        given = {"full_heads"} if HYBRID in self.pattern.layer_types else set()
-        sizes = 1, 1, 1, model.num_attention_heads, model.num_key_value_heads, model.head_dim, "bfloat16"
-        return Request(op, AttentionSpec(window), *sizes, Device("tpu", self.chip), frozenset(given))
+    def _rotating(self, which: str, what: str = "") -> float:
+        """Of `ROTATING`, what a kernel takes to rotate the queries; 0 where they come rotated."""
+        model, layers = self.model, {*self.pattern.layer_types}
+        sizes = model.num_attention_heads, model.num_key_value_heads, model.head_dim, self.pattern.sliding_window
+        abreast = 2 if what == "window" and not layers & {HYBRID, SWITCH} and pairs_pay(*sizes) else 1
+        return ROTATING[which] / abreast if model.uses_rope and rotates_queries(model.head_dim * abreast) else 0
 
     def _share(self, what: str, which: str, rotated: bool) -> tuple[str, float | None]:
         """The call in words, and the share of the peak that its static cycles come to; None: not measured."""
@@ -187,17 +180,16 @@ class _Reached:
         name = f"{function} ({', '.join(words)})"
         if (sigmoid and what != "window") or (self.pattern.chunked and not full):
             return name, None
-        launched = as_launched(self._request(what, window))
-        group = launched.heads // launched.kv_heads
+        group = self.model.num_attention_heads // self.model.num_key_value_heads
         # Rows of training have segment ids.
-        call = MeasuredCall(self.chip, function, launched.head_dim, True, sinks, group)
+        call = MeasuredCall(self.chip, function, D, True, sinks, group)
         cost = find_cost(call, window, self.rows)
         if cost is None:
             self.missing[name] = MissingCall(call, window)
             return name, None
         seen = visible_keys(np.arange(cost.length), window if what == "window" else None, sinks).mean()
         flops = 4.0 * D * float(seen) * 1024 * (BACKWARD if which == "backward" else 1)
-        rotation = ROTATING[which] if self._rotates() and not rotated else 0
+        rotation = 0 if rotated else self._rotating(which, what)
         cycles = (cost.cycles + rotation) / target.num_cores  # which share the heads
         return name, flops / (cycles * self.peak / (target.gigahertz * 1e9))
 

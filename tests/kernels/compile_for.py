@@ -228,6 +228,14 @@ WINDOW, SMALL = AttentionSpec(1024), AttentionSpec(300)
 CALLS = {
     "window": train(WINDOW, kernels=2, length=LONG),
     "window-head-dim-64": train(WINDOW, kernels=2, head_dim=64, length=LONG),
+    "window-head-dim-64-sigmoid": train(
+        AttentionSpec(256, **SIGMOID),
+        *("q_segment_ids", "alibi_slopes", "sigmoid_bias"),
+        kernels=2,
+        head_dim=64,
+        kv_heads=H,
+        length=LONG,
+    ),
     "window-head-dim-80": train(SMALL, kernels=2, head_dim=80),
     "window-head-dim-256": train(SMALL, kernels=2, head_dim=256, length=LONG),
     "window-float32": train(SMALL, kernels=2, dtype="float32"),
@@ -285,6 +293,7 @@ CALLS = {
     "rotated-window": rotated(WINDOW, kernels=2, length=LONG),
     "rotated-full": rotated(AttentionSpec(), kernels=2, length=LONG),
     "rotated-routed": rotated(WINDOW, kernels=5, length=LONG, routed=True),
+    "rotated-64": rotated(WINDOW, kernels=2, length=LONG, head_dim=64),
     "rotated-256": rotated(WINDOW, kernels=2, length=LONG, head_dim=256),
     "decode-full": decode(AttentionSpec(), "sink_logits", kernels=1, tokens=1, entries=2048),
     "decode-full-8": decode(AttentionSpec(), kernels=1, tokens=8, entries=2048, head_dim=256, dtype="float32"),

@@ -12,7 +12,7 @@ from pallas_kernels import AttentionSpec, attention, decode_attention, routed_at
 from pallas_kernels.math.spec import coordinates
 from pallas_kernels.tpu.decode.decode import choose_steps, list_visits
 from pallas_kernels.tpu.schedule import documents
-from swa_jax.bench import tpu_kernels
+from swa_jax.bench import bench_rows, tpu_kernels
 from swa_jax.bench.compile_for_chip import kernel_name, pallas_calls
 
 T, WINDOW = 2048, 1024
@@ -89,6 +89,7 @@ def test_bench_functions_launch_what_the_api_launches(name, kind):
         {"num_sink_tokens": 128},
         {"packed": True, "num_sink_tokens": 4},
         {"packed": True, "full_from": 512},
+        {"packed": True, "H": 2, "K": 2, "D": 64},  # a pair of heads
     ],
 )
 @pytest.mark.parametrize("backward", [False, True])
@@ -106,7 +107,7 @@ def test_variants_of_the_window_launch_what_the_api_launches(option, backward):
         out, pullback = jax.vjp(forward, *arguments)
         return pullback(out)
 
-    q, ids = array(1, T, 1, 128), array(1, T, dtype=jnp.int32)
+    q, ids = array(1, T, option.get("H", 1), option.get("D", 128)), array(1, T, dtype=jnp.int32)
     called = launches(kind, both if backward else forward, (q, q, q, ids))
     measured = launches(kind, *tpu_kernels.FUNCTIONS[name](T=T, **option))
     if backward:
@@ -117,10 +118,10 @@ def test_variants_of_the_window_launch_what_the_api_launches(option, backward):
 def test_settings_are_what_the_functions_take():
     for name, function in tpu_kernels.FUNCTIONS.items():
         assert {"T", "D", "window"} <= set(tpu_kernels.settings(name))
-        small = {"T": 256, "D": 64, "H": 2, "K": 1, "window": 64, "dtype": "float32", "num_sink_tokens": 2}
+        small = {"T": 256, "D": 32, "H": 2, "K": 1, "window": 64, "dtype": "float32", "num_sink_tokens": 2}
         _, arguments = function(**small)
         assert arguments[0].dtype == jnp.float32
-        assert 64 in arguments[0].shape
+        assert 32 in arguments[0].shape
     assert "packed" in tpu_kernels.settings("window_forward")
     assert "strip" in tpu_kernels.settings("window_forward")
     assert "strip" not in tpu_kernels.settings("routed_backward")
@@ -150,7 +151,7 @@ def test_executions_over_documents_are_the_blocks_that_no_edge_crosses_and_small
         return tpu_kernels.executions("full_forward", "TPU v6 lite", T=4096, **options)["scheduled_forward"].bodies
 
     assert bodies(packed=True) == (*bodies(), 0, 0, 0)
-    ids = tpu_kernels.segment_ids(4096, 2048)
+    ids = bench_rows.segment_ids(4096, 2048)
     assert np.flatnonzero(np.diff(ids[0])).tolist() == [777, 2825]
     # Small blocks of 1024: the first and the third have an edge inside. No pair is plain; the bodies for whole blocks
     # do not run.
@@ -229,7 +230,7 @@ def test_every_function_takes_the_same_arguments(name):
 
 @pytest.mark.parametrize("ratio", [0.0, 0.13, 0.6, 0.75, 1.0])
 def test_the_given_share_of_rows_is_routed(ratio):
-    rows = tpu_kernels.routed_rows(1000, ratio)
+    rows = bench_rows.routed_rows(1000, ratio)
     assert rows.shape == (1000,)
     assert rows.sum() == round(1000 * ratio)
     assert abs(rows[:500].sum() - 500 * ratio) <= 1  # evenly

@@ -16,7 +16,7 @@ from pallas_kernels.pools import attend_over_pools
 from swa_jax.base.errors import ConfigError
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import perplexity, score_answers
-from swa_jax.model.attention import kinds_of, layer_data
+from swa_jax.model.attention import Attention, kinds_of, layer_data
 from swa_jax.model.cache import allocate, cache_bytes, cache_layouts
 from swa_jax.model.decoder import Decoder
 
@@ -51,6 +51,15 @@ def through_the_cache(model, tokens, lengths, max_length):
 
 
 teacher_forced = nnx.jit(through_the_cache, static_argnames="max_length")
+
+
+def test_two_heads_of_64_go_side_by_side_between_the_projections(monkeypatch):
+    config = dataclasses.replace(SOFTMAX, qk_norm=False, head_dim=64, num_hidden_layers=1)
+    model, tokens = Decoder(config, make("w"), rngs=nnx.Rngs(0)), random_tokens(1, 2 * WINDOW_SIZE)
+    assert Attention(config, False, jnp.dtype("float32"), nnx.Rngs(0)).width == 128
+    side_by_side = nnx.jit(Decoder.__call__)(model, tokens)
+    monkeypatch.setattr(Attention, "width", 64)
+    np.testing.assert_allclose(nnx.jit(Decoder.__call__)(model, tokens), side_by_side, **CLOSE)
 
 
 QUICK = {"every-kind", "head-hybrid", "chunked"}

@@ -19,7 +19,7 @@ from pallas_kernels.tpu.calls.layout import (
     with_keys,
 )
 from pallas_kernels.tpu.calls.passes import backward, forward
-from pallas_kernels.tpu.tile.pairs import gather, spread
+from pallas_kernels.tpu.tile.pairs import sums_by_head
 from pallas_kernels.tpu.tile.rotation import multiplied
 from pallas_kernels.tpu.tile.tiles import Call, OutGradients, TpuOperands
 
@@ -32,28 +32,25 @@ def attend_to_keys(
     where: Coordinates,
     per_head: PerHead,
     ring: Ring | None = None,
-    pairs: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Out [B, T, H, D] in q's dtype and lse [B, T, H] f32 (None for sigmoid), sink logits left out.
 
-    With `pairs`, q and out are [B, T, H / 2, 128] (see `pairs.py`).
+    Of a call in pairs, q and out are [B, T, H / 2, 128] (see `pairs.py`).
     """
     _, length, heads, head_dim = q.shape
-    heads = 2 * heads if pairs else heads
     here, given = one_part(ring, where), Given(head_dim, k.dtype, device_kind(), per_head.full_heads is not None)
     call = attention_call(call, here, given)
     launches = attention_launches(call, here, given)
     q = head_major(multiplied(call, q), call.tiles.q_block)
     x = TpuOperands(
-        spread(q) if pairs else q,
+        q,
         head_major(k, call.tiles.kv_block),
         head_major(v, call.tiles.kv_block),
-        stack_head_bias(heads, per_head),
+        stack_head_bias(heads * call.abreast, per_head),
         where,
         per_head.full_heads,
     )
     out, lse = _core(launches, ring, vary_alike(x))
-    out = gather(out) if pairs else out
     return token_major(out, length), None if lse is None else lse[:, :, 0, :length].transpose(0, 2, 1)
 
 
@@ -81,7 +78,8 @@ def _core_bwd(launches, ring, saved, cotangents):
     (x, out, lse), (dout, dlse) = saved, cotangents
     statistics = None
     if lse is not None:
-        delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)[:, :, None] - dlse
+        products = dout.astype(jnp.float32) * out.astype(jnp.float32)
+        delta = sums_by_head(launches.call, products)[:, :, None] - dlse
         statistics = pack_statistics(lse, delta)
 
     def of_part(keys, where):

@@ -22,6 +22,7 @@ from pallas_kernels.math.spec import AttentionSpec, Coordinates, PerHead
 from pallas_kernels.tpu.schedule.pair_schedule import has_default_positions
 from pallas_kernels.tpu.schedule.scheduled_backward import keys_at_once
 from pallas_kernels.tpu.schedule.scheduled_forward import fits_vmem, serves_branches
+from pallas_kernels.tpu.tile.pairs import pairs_pay
 from pallas_kernels.tpu.tile.tiles import Call
 from pallas_kernels.tpu.window.geometry import sink_slots, window_kernel_serves
 from pallas_kernels.tpu.window.packed_sinks import MOST_COPIED
@@ -222,6 +223,15 @@ def _in_whole_blocks(where: Coordinates, call: Call) -> Coordinates:
 def is_indexed(where: Coordinates) -> bool:
     """Whether queries and keys lie where their index says; `coordinates` gives such an order as NumPy arrays."""
     return isinstance(where.q_order, np.ndarray) and where.q_order.shape == where.kv_order.shape
+
+
+def with_pairs(
+    call: Call, where: Coordinates, heads: int, head_dim: int, kv_heads: int, full_heads: object = None
+) -> Call:
+    """The call of `attention` with its heads in `pairs`, where window kernels alone serve it."""
+    alone = window_kernel_serves(call, where) and where.full_rows is None and full_heads is None
+    fit = pairs_pay(heads, kv_heads, head_dim, call.spec.window)
+    return dataclasses.replace(call, abreast=2) if alone and fit else call
 
 
 def choose_kernel(call: Call, where: Coordinates) -> Call:

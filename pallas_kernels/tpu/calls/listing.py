@@ -22,6 +22,7 @@ from pallas_kernels.tpu.calls.launches import (
     make_call,
     routed_call,
     routed_launches,
+    with_pairs,
 )
 from pallas_kernels.tpu.calls.rows import heads_a_step as rows_heads_a_step
 from pallas_kernels.tpu.decode.decode import choose_steps
@@ -29,8 +30,7 @@ from pallas_kernels.tpu.schedule.pair_schedule import has_default_positions, kin
 from pallas_kernels.tpu.schedule.scheduled_backward import key_chunks
 from pallas_kernels.tpu.schedule.scheduled_forward import fits_vmem
 from pallas_kernels.tpu.schedule.side_by_side import heads_side_by_side
-from pallas_kernels.tpu.tile.pairs import LANES, pairs_pay
-from pallas_kernels.tpu.tile.tiles import Call
+from pallas_kernels.tpu.tile.tiles import LANES, Call
 from pallas_kernels.tpu.window.geometry import blocks_back, window_tiles
 from pallas_kernels.tpu.window.sink_gradients import sink_gradients_grid
 from pallas_kernels.tpu.window.window_backward import window_backward_grid
@@ -50,9 +50,7 @@ def list_launches(request: Request) -> tuple[LaunchFacts, ...]:
     """The launches of the forward pass, then those of the backward pass."""
     if request.op == "decode_attention":
         return (_decode(request),)
-    request = as_launched(request)
-    given = Given(request.head_dim, jnp.dtype(request.dtype), request.device.kind, "full_heads" in request.given)
-    where = request.abstract_coordinates()
+    where, full_heads = request.abstract_coordinates(), "full_heads" in request.given
     call = make_call(
         request.spec,
         where,
@@ -62,6 +60,11 @@ def list_launches(request: Request) -> tuple[LaunchFacts, ...]:
         has_bias="sigmoid_bias" in request.given,
         kind=request.device.kind,
     )
+    if request.op == "attention":
+        sizes = request.heads, request.head_dim, request.kv_heads
+        call = with_pairs(call, where, *sizes, full_heads or None)
+        request = _in_pairs(request) if call.abreast > 1 else request
+    given = Given(request.head_dim, jnp.dtype(request.dtype), request.device.kind, full_heads)
     if request.op == "attention":
         found = _attention(call, where, given)
         return _facts(request, found, found.forward + found.backward)
@@ -79,15 +82,11 @@ def _attention(call: Call, where: Coordinates, given: Given) -> Launches:
     return attention_launches(attention_call(call, where, given), where, given)
 
 
-def as_launched(request: Request) -> Request:
-    """The call with the heads that its kernels get: heads of 64 may go in `pairs`."""
+def _in_pairs(request: Request) -> Request:
+    """The call with its heads as its kernels get them in `pairs`."""
     heads, kv_heads = request.heads, request.kv_heads
-    if request.op != "attention" or "full_heads" in request.given:
-        return request
-    if not pairs_pay(heads, kv_heads, request.head_dim, request.spec.window):
-        return request
     kv_heads = kv_heads // 2 if heads == kv_heads else kv_heads
-    return dataclasses.replace(request, kv_heads=kv_heads, head_dim=LANES)
+    return dataclasses.replace(request, heads=heads // 2, kv_heads=kv_heads, head_dim=LANES)
 
 
 def _facts(request: Request, laid_out, launches: tuple[Launch, ...], gathered: bool = False) -> tuple[LaunchFacts, ...]:

@@ -48,7 +48,7 @@ from pallas_kernels.tpu.calls.passes import backward, forward
 from pallas_kernels.tpu.calls.rows import add_rows, choose, gather_rows
 from pallas_kernels.tpu.schedule.scheduled_forward import branches_forward
 from pallas_kernels.tpu.tile.cotangents import Branch, Cotangents, divide
-from pallas_kernels.tpu.tile.rotation import left_to_kernels, multiplied
+from pallas_kernels.tpu.tile.rotation import left_to_kernels, multiplied, rotated_by_xla, rotates_queries
 from pallas_kernels.tpu.tile.tiles import Call, LaunchHeads, OutGradients, TpuOperands
 
 
@@ -74,6 +74,8 @@ def routed_attention(
     """
     here = one_part(ring, where)
     call = call_of(q, spec, here, per_head, order)
+    if rotation is not None and (inference or not rotates_queries(q.shape[3])):
+        q, rotation = rotated_by_xla(q, rotation), None
     if inference:
         calls = inference_calls(call)
 

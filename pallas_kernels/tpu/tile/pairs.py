@@ -1,26 +1,22 @@
 """Heads of 64 in pairs: two query heads lie side by side in the 128 lanes of a register, from projection to projection.
 
-For the kernels each of the two has zeros in the other's lanes. Keys and values lie beside those of the next KV head
-where every query head has its own, and beside themselves where several query heads share them. So products with
-128 lanes are a head's own, and its results lie in its own lanes. The matrix units take as long for 64 lanes as for
-128, but moving arrays of 64 lanes into the kernels' layout and back costs more than a short window. The backward pass
-takes longer with 128 lanes (1.36 times on v5e, with a window of 256), which long windows do not repay.
+Keys and values lie beside those of the next KV head where every query head has its own, and beside themselves where
+several query heads share them. A kernel takes both heads of a pair in one step. For products along the lanes, a head's
+queries have zeros in the other's lanes, so that the products are its own; of results only its own lanes are kept. The
+matrix units take as long for 64 lanes as for 128, but moving arrays of 64 lanes into the kernels' layout and back costs
+more than a short window.
 """
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from pallas_kernels.math.spec import AttentionSpec, PerHead
+from pallas_kernels.tpu.tile.tiles import LANES, Call
 
-LANES = 128
 LONGEST_WINDOW = 2048
-
-
-def in_pairs(q: jax.Array, k: jax.Array, spec: AttentionSpec, per_head: PerHead) -> bool:
-    """Whether a call's heads are taken in pairs: q [B, T, H, D], k [B, S, K, D]."""
-    one_kind = per_head.full_heads is None  # KV heads of a pair might differ
-    return one_kind and pairs_pay(q.shape[2], k.shape[2], q.shape[3], spec.window)
 
 
 def pairs_pay(heads: int, kv_heads: int, head_dim: int, window: int | None) -> bool:
@@ -40,22 +36,29 @@ def side_by_side(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, j
     return two(q), jnp.concatenate([k, k], axis=-1), jnp.concatenate([v, v], axis=-1)
 
 
-@jax.custom_vjp
-def spread(x: jax.Array) -> jax.Array:
-    """[B, H / 2, T, 128] -> [B, H, T, 128]: each head with zeros in the other's lanes."""
-    batch, pairs, length, _ = x.shape
-    own = np.arange(LANES) // (LANES // 2) == np.arange(2)[:, None, None]  # [2, 1, 128]
-    return jnp.where(own, x[:, :, None], 0).reshape(batch, 2 * pairs, length, LANES)
+def sums_by_head(call: Call, x: jax.Array) -> jax.Array:
+    """[B, H / abreast, T, D] -> [B, H, T]: the sum of each head's own lanes."""
+    if call.abreast == 1:
+        return x.sum(axis=3)
+    lane, width = np.arange(x.shape[3]), x.shape[3] // call.abreast
+    sums = [jnp.where(lane // width == head, x, 0).sum(axis=3) for head in range(call.abreast)]
+    return jnp.stack(sums, axis=2).reshape(len(x), -1, x.shape[2])
 
 
-@jax.custom_vjp
-def gather(x: jax.Array) -> jax.Array:
-    """[B, H, T, 128] -> [B, H / 2, T, 128]: of each head its own lanes."""
-    batch, heads, length, _ = x.shape
-    x = x.reshape(batch, heads // 2, 2, length, LANES)
-    return jnp.where(np.arange(LANES) < LANES // 2, x[:, :, 0], x[:, :, 1])
+def own_lanes(call: Call, x: jax.Array, head: int) -> jax.Array:
+    """x [rows, D] with zeros in the lanes of the other heads; inside a kernel."""
+    if call.abreast == 1:
+        return x
+    return jnp.where(_lane(x) // (x.shape[1] // call.abreast) == head, x, jnp.zeros_like(x))
 
 
-# Each is the other's transpose. Told so, XLA neither adds up zeros nor pads halves.
-spread.defvjp(lambda x: (spread(x), None), lambda _, cotangent: (gather(cotangent),))
-gather.defvjp(lambda x: (gather(x), None), lambda _, cotangent: (spread(cotangent),))
+def join_lanes(parts: Sequence[jax.Array]) -> jax.Array:
+    """[rows, D] with the lanes of each head from its own part; inside a kernel."""
+    joined, width = parts[0], parts[0].shape[1] // len(parts)
+    for head, part in enumerate(parts[1:], start=1):
+        joined = jnp.where(_lane(part) < head * width, joined, part)
+    return joined
+
+
+def _lane(x: jax.Array) -> jax.Array:
+    return lax.broadcasted_iota(jnp.int32, x.shape, 1)

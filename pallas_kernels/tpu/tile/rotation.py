@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -9,14 +10,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.math.rotary import Rotation
+from pallas_kernels.math.rotary import Rotation, rotate
 from pallas_kernels.math.spec import Coordinates
 from pallas_kernels.tpu.tile.tiles import LANES, Blocked, Call, batch_index
 
 
-def rotates_queries(head_dim: int) -> bool:
-    """Whether the kernels can turn queries of this size: heads that fill whole registers."""
-    return head_dim % LANES == 0
+def rotates_queries(width: int) -> bool:
+    """Whether the kernels can turn queries in rows of this width: those that fill whole registers."""
+    return width % LANES == 0
 
 
 def left_to_kernels(call: Call, where: Coordinates, rotation: Rotation | None) -> tuple[Call, Coordinates]:
@@ -24,7 +25,15 @@ def left_to_kernels(call: Call, where: Coordinates, rotation: Rotation | None) -
     if rotation is None:
         return call, where
     call = dataclasses.replace(call, rotated_by=rotation.distance)
-    return call, where._replace(q_cos=rotation.cos, q_sin=rotation.sin)
+    cos, sin = (jnp.tile(table, call.abreast) for table in (rotation.cos, rotation.sin))
+    return call, where._replace(q_cos=cos, q_sin=sin)
+
+
+def rotated_by_xla(q: jax.Array, rotation: Rotation) -> jax.Array:
+    """`rotate` for queries [B, T, H, D]: of narrow heads as many side by side as fill a register, which is faster."""
+    heads, head_dim = q.shape[2:]
+    abreast = math.gcd(heads, max(LANES // head_dim, 1))
+    return rotate(q.reshape(*q.shape[:2], -1, abreast * head_dim), rotation).reshape(q.shape)
 
 
 def multiplied(call: Call, q: jax.Array) -> jax.Array:

@@ -51,6 +51,7 @@ class Call:
     rotated_by: int = (
         0  # `Rotation.distance` of queries that the kernels are to rotate (`rotation`); 0: of rotated ones
     )
+    abreast: int = 1  # heads that lie side by side in the lanes of q, k and v (`pairs`)
     in_parts: bool = False  # more is to be added to the result, which therefore is not rounded to q's dtype
     interpret: bool | pltpu.InterpretParams = False
 

@@ -66,12 +66,12 @@ def window_backward(
 ) -> tuple[jax.Array, ...]:
     """As `scheduled_backward`, for the calls of `Call.window_kernel`. In packed rows with sink tokens, the gradients of
     these come behind the others, for `add_to_sinks`."""
-    (batch, num_heads, length, head_dim), packed = x.q.shape, segments is not None
+    (batch, num_heads, length, head_dim), packed = x.q.shape, segments is not None  # heads abreast as one
     copied = documents_copied(call, packed)
     scalars = scalars_of(call, segments, copied or 1)
     num_blocks, group = length // call.tiles.q_block, num_heads // x.k.shape[1]
     shape = window_backward_grid(call, batch, heads.count, length, group, head_dim, x.q.dtype)
-    grid = _Grid(call.tiles.q_block, num_blocks, group // shape[3], shape[3], len(scalars))
+    grid = _Grid(call.tiles.q_block, num_blocks, group // shape[3], shape[3], call.abreast, len(scalars))
     of_sinks = grid.of_sinks(sink_rows(call, packed), head_dim, by_step=packed)
     results = launch(
         call,
@@ -100,7 +100,7 @@ def _inputs(
 ) -> list[Blocked]:
     head_dim = x.q.shape[3]
     queries = grid.of_queries(grid.block, head_dim)
-    of_head = grid.spec((grid.members, 8, LANES), lambda b, h, kv, i: (h, 0, 0))
+    of_head = grid.spec((grid.members * grid.abreast, 8, LANES), lambda b, h, kv, i: (h, 0, 0))
     inputs = [Blocked(x.q, queries), Blocked(gradients.dout, queries), Blocked(by_head(x.head_bias), of_head)]
     window = range(blocks_back(call), -1, -1)
     inputs += [Blocked(array, grid.of_keys(before, head_dim)) for array in (x.k, x.v) for before in window]
@@ -120,7 +120,8 @@ def _outputs(call: Call, x: TpuOperands, packed: bool, grid: "_Grid", of_sinks: 
     specs = grid.of_queries(grid.block, head_dim), keys, keys
     outputs = [Blocked(shape_like(y.shape, y.dtype, x.q), spec) for y, spec in zip(x[:3], specs, strict=True)]
     if call.has_bias:
-        outputs.append(Blocked(shape_like((batch, num_heads, 1, length), jnp.float32, x.q), grid.along_lanes(1)))
+        dbias = shape_like((batch, num_heads * call.abreast, 1, length), jnp.float32, x.q)
+        outputs.append(Blocked(dbias, grid.along_lanes(1)))
     if call.spec.num_sink_tokens:
         rows = sink_rows(call, packed) * (grid.num_blocks if packed else 1)
         outputs += [Blocked(shape_like((*x.k.shape[:2], rows, head_dim), jnp.float32, x.q), of_sinks)] * 2
@@ -143,6 +144,7 @@ class _Grid:
     num_blocks: int  # of queries
     members: int  # of the query heads that share a KV head, those that a step serves
     parts: int  # of as many such heads
+    abreast: int  # of the heads that lie side by side in a row, which count as one
     num_scalars: int
 
     def spec(self, block_shape, index) -> pl.BlockSpec:
@@ -168,7 +170,7 @@ class _Grid:
         def index(b, h, kv, i):
             return b, h, 0, jnp.minimum(i, self.num_blocks - 1)
 
-        return self.spec((None, self.members, rows, self.block), index)
+        return self.spec((None, self.members * self.abreast, rows, self.block), index)
 
     def of_table(self, columns: int, row: Callable) -> pl.BlockSpec:
         """The block of a table of `table_blocks`."""
@@ -207,6 +209,8 @@ def _scratch(call: Call, packed: bool, head_dim: int, q_dtype, k_dtype) -> list:
     ]
     if call.rotated_by:
         scratch.append(pltpu.VMEM((block, head_dim), q_dtype))
+    if call.abreast > 1:
+        scratch += [pltpu.VMEM((call.abreast, block, head_dim), q_dtype)] * 2
     if call.spec.num_sink_tokens:
         scratch += [pltpu.VMEM((head_dim, sink_rows(call, packed)), jnp.float32)] * 2
     return scratch
@@ -227,7 +231,8 @@ def _name_refs(call: Call, has_segments: bool, refs: tuple[Ref, ...]) -> tuple[W
     gradients, rest = split(rest, 3)
     *more_gradients, rest = take(rest, call.has_bias, has_sinks, has_sinks)
     scratch, rest = split(rest, 6)
-    *more_scratch, rest = take(rest, rotated, has_sinks, has_sinks)
+    abreast = call.abreast > 1
+    *more_scratch, rest = take(rest, rotated, abreast, abreast, has_sinks, has_sinks)
     named: list[Any] = [
         *scalars,
         *of_queries,

@@ -7,6 +7,7 @@ The gradients are transposed too, once a step. Of the scores' units, the product
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.math.nonfinite import finite
 from pallas_kernels.math.schedule import Kind, bounds_of, kind_at
 from pallas_kernels.tpu.tile.gradients import pipelined, weights_and_slopes
+from pallas_kernels.tpu.tile.pairs import own_lanes
 from pallas_kernels.tpu.tile.rotation import rotate_tile, rotate_tile_back
 from pallas_kernels.tpu.tile.tiles import NN, NT, Call, Ref, dot, form_logits, largest_divisor, window_of
 from pallas_kernels.tpu.window.geometry import blocks_back, sink_rows
@@ -29,6 +31,7 @@ _SINKS = -1
 
 
 class _WindowUnit(NamedTuple):
+    head: int  # of those side by side
     block: int  # of keys, the oldest first; or _SINKS
     keys: slice  # in the block
     queries: slice
@@ -42,10 +45,10 @@ class WindowBackwardRefs(NamedTuple):
     first_sinks: Ref  # of each step's documents, from `Segments.sinks`
     q: Ref  # [members, block, D]; within `WindowBackwardRefs.of` a member, without that axis
     dout: Ref
-    head_bias: Ref  # [members, 8, LANES]
+    head_bias: Ref  # [members * heads abreast, 8, LANES]
     keys: list[Ref]  # the blocks of the window, the oldest first, each [block, D]
     values: list[Ref]
-    statistics: Ref  # [members, 8, block]
+    statistics: Ref  # [members * heads abreast, 8, block]
     segments: Ref  # [8, block], `Segments.queries`
     sink_keys: Ref  # [sink_rows, D]
     sink_values: Ref
@@ -54,7 +57,7 @@ class WindowBackwardRefs(NamedTuple):
     dq: Ref  # [members, block, D]
     dk: Ref  # [block, D]
     dv: Ref
-    dbias: Ref  # [members, 1, block]
+    dbias: Ref  # [members * heads abreast, 1, block]
     dk_sinks: Ref
     dv_sinks: Ref
     dk_ring: Ref  # [blocks, D, block] f32
@@ -64,19 +67,23 @@ class WindowBackwardRefs(NamedTuple):
     dout_t: Ref
     k_t: Ref  # [blocks, D, block]
     rotated_q: Ref  # [block, D]
+    own_q: Ref  # [heads abreast, block, D], each with zeros in the others' lanes
+    own_dout: Ref
     dk_sinks_acc: Ref  # [D, sink_rows] f32
     dv_sinks_acc: Ref
 
-    def of(self, member) -> "WindowBackwardRefs":
-        """The references of one of the query heads that a step serves."""
-        names = "q", "dout", "head_bias", "statistics", "dq", "dbias"
-        here = {name: getattr(self, name) for name in names}
-        return self._replace(**{name: ref.at[member] for name, ref in here.items() if ref is not None})
+    def of(self, member, abreast: int) -> "WindowBackwardRefs":
+        """The references of one of the query heads that a step serves, or of those side by side."""
+        heads = pl.ds(member * abreast, abreast)
+        places = dict.fromkeys(("q", "dout", "dq"), member) | dict.fromkeys(("head_bias", "statistics", "dbias"), heads)
+        here = {name: getattr(self, name) for name in places}
+        return self._replace(**{name: ref.at[places[name]] for name, ref in here.items() if ref is not None})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WindowBackwardStep:
-    """A step of the grid: a block of queries of `members` of the `group` query heads that share a KV head.
+    """A step of the grid: a block of queries of `members` of the `group` query heads that share a KV head; heads side
+    by side count as one.
 
     Attributes:
       part: which of the group's parts, of `members` heads each.
@@ -132,8 +139,8 @@ class WindowBackwardBody:
         self.step, self.call, self.refs = step, step.call, step.refs
         self.present, self.sinks, self.by_token = present, sinks, by_token
         self.sink_rows = slice(0, sink_rows(step.call, sinks == "by token"))
-        self.started_keys: set[int] = set()  # of the newest block
-        self.started_queries: set[int] = set()
+        self.started_keys: set[tuple[int, int]] = set()  # of each head and the newest block
+        self.started_queries: set[tuple[int, int]] = set()
         self.window_units = _units(self.call, present)
         self.last_units: dict[int, _WindowUnit] = {}  # of the block that leaves the ring, by first key
         if present > blocks_back(self.call):
@@ -157,14 +164,16 @@ class WindowBackwardBody:
             pl.loop(0, step.members, unroll=self.unroll)(self.attend_member)
 
     def attend_member(self, member: jax.Array | int) -> None:
-        self.refs = self.step.refs.of(member)
+        self.refs = self.step.refs.of(member, self.call.abreast)
         call, step, block = self.call, self.step, self.call.tiles.q_block
         self.begin()
         units = self.window_units
         if self.sinks is not None:
             width = math.gcd(_UNIT, block)
             starts = range(0, block, width)
-            units = [_WindowUnit(_SINKS, self.sink_rows, slice(at, at + width), at) for at in starts] + units
+            places = itertools.product(starts, range(call.abreast))
+            sinks = [_WindowUnit(i, _SINKS, self.sink_rows, slice(at, at + width), at) for at, i in places]
+            units = sinks + units
         elif step.writes_sinks:
             for ref in (self.refs.dk_sinks, self.refs.dv_sinks):
                 ref[...] = jnp.zeros_like(ref)
@@ -177,16 +186,18 @@ class WindowBackwardBody:
                     step.write_keys(slice(start, start + tile))
 
     def begin(self) -> None:
-        """Reads, clears and transposes what belongs to a query head."""
+        """Reads, clears and transposes what belongs to a query head, or to those side by side."""
         call, refs = self.call, self.refs
         if call.rotated_by:
             refs.rotated_q[...] = rotate_tile(call, refs.q[...], refs.cos[...], refs.sin[...])
             self.refs = refs = refs._replace(q=refs.rotated_q)
         self.started_queries.clear()
-        self.head_bias = refs.head_bias[0:1, 0:1] * call.unit, refs.head_bias[1:2, 0:1] * call.unit
         if call.has_bias:
             refs.dbias[...] = jnp.zeros_like(refs.dbias)
         refs.q_t[...], refs.dout_t[...] = refs.q[...].T, refs.dout[...].T
+        for own, source in ((refs.own_q, refs.q), (refs.own_dout, refs.dout)) if call.abreast > 1 else ():
+            for head in range(call.abreast):
+                own[head] = own_lanes(call, source[...], head)
 
     def write_queries(self) -> None:
         call, refs = self.call, self.refs
@@ -200,34 +211,42 @@ class WindowBackwardBody:
         k_ref, v_ref = refs.sink_keys, refs.sink_values
         if unit.block != _SINKS:
             k_ref, v_ref = refs.keys[unit.block], refs.values[unit.block]
+        q_ref, dout_ref = refs.q, refs.dout
+        if self.call.abreast > 1:
+            q_ref, dout_ref = refs.own_q.at[unit.head], refs.own_dout.at[unit.head]
         return (
-            dot(k_ref[unit.keys, :], refs.q[unit.queries, :], NT),  # [keys, queries]
-            dot(v_ref[unit.keys, :], refs.dout[unit.queries, :], NT),
+            dot(k_ref[unit.keys, :], q_ref[unit.queries, :], NT),  # [keys, queries]
+            dot(v_ref[unit.keys, :], dout_ref[unit.queries, :], NT),
         )
 
     def finish(self, unit: _WindowUnit, s: jax.Array, dw: jax.Array) -> None:
         """Adds a unit's share to the gradients, given its products."""
-        call, refs, queries = self.call, self.refs, unit.queries
+        call, refs, queries, head, own = self.call, self.refs, unit.queries, unit.head, self.own(unit)
         distance: Any = unit.distance
         if unit.block == _SINKS:
             distance = self.sink_distance(unit)
         relative = lax.broadcasted_iota(jnp.int32, s.shape, 1) - lax.broadcasted_iota(jnp.int32, s.shape, 0)
-        s, derivative = form_logits(call, s, functools.partial(self.addend, s.shape, distance))
+        s, derivative = form_logits(call, s, functools.partial(self.addend, head, s.shape, distance))
         mask = self.mask(unit, relative, distance)
         clean = (lambda x: x) if mask is None else finite
-        lse, delta = (refs.statistics[i : i + 1, queries] if call.softmax else None for i in range(2))
+        lse, delta = (refs.statistics[head, i : i + 1, queries] if call.softmax else None for i in range(2))
         w, dlogits, ds = weights_and_slopes(call, s, derivative, dw, lse, delta, mask)
         if call.has_bias:
-            refs.dbias[:, queries] += dlogits.sum(axis=0, keepdims=True)
+            refs.dbias[head, :, queries] += dlogits.sum(axis=0, keepdims=True)
         w, ds = w.astype(refs.q.dtype), ds.astype(refs.q.dtype)
-        dv = dot(clean(refs.dout_t[:, queries]), w, NT)
-        dk = dot(clean(refs.q_t[:, queries]), ds, NT)
+        dv = dot(clean(refs.dout_t[own, queries]), w, NT)
+        dk = dot(clean(refs.q_t[own, queries]), ds, NT)
         if unit.block == _SINKS:
             self.add_to_sinks(unit, dv, dk)
-            self.add_to_queries(queries, dot(clean(self.sink_k_t), ds, NN))
+            self.add_to_queries(unit, dot(clean(self.sink_k_t[own]), ds, NN))
             return
         self.add_to_keys(unit, self.step.slot(unit.block), dv, dk)
-        self.add_to_queries(queries, dot(clean(refs.k_t[unit.block, :, unit.keys]), ds, NN))
+        self.add_to_queries(unit, dot(clean(refs.k_t[unit.block, own, unit.keys]), ds, NN))
+
+    def own(self, unit: _WindowUnit) -> slice:
+        """The channels of a unit's head, of those of all heads that lie side by side."""
+        width = self.refs.dq_acc.shape[0] // self.call.abreast
+        return slice(unit.head * width, (unit.head + 1) * width)
 
     def sink_distance(self, unit: _WindowUnit) -> jax.Array:
         """From the first query of a unit to the first sink token; or as if it were so, for each query, [1, queries]."""
@@ -237,9 +256,9 @@ class WindowBackwardBody:
             return self.refs.segments[3:4, unit.queries] - column
         return unit.distance + step.index * self.call.tiles.q_block - step.first_sink
 
-    def addend(self, shape: tuple[int, ...], distance) -> jax.Array:
+    def addend(self, head: int, shape: tuple[int, ...], distance) -> jax.Array:
         """What ALiBi and the bias add to a unit's logits [keys, queries]."""
-        slope, bias = self.head_bias
+        slope, bias = (self.refs.head_bias[head, i : i + 1, 0:1] * self.call.unit for i in range(2))
         if not self.call.has_slopes:
             return bias
         num_keys, num_queries = shape
@@ -277,40 +296,42 @@ class WindowBackwardBody:
         return functools.reduce(jnp.logical_and, masks) if masks else None
 
     def add_to_keys(self, unit: _WindowUnit, slot, dv: jax.Array, dk: jax.Array) -> None:
-        """Adds a unit's share, [D, keys] each, to the ring; or writes it where nothing more will come."""
-        refs, group, keys = self.refs, self.step.group, unit.keys
+        """Adds a unit's share, [own channels, keys] each, to the ring; or writes it where nothing more will come."""
+        refs, group, keys, own = self.refs, self.step.group, unit.keys, self.own(unit)
         newest = unit.block == blocks_back(self.call)
-        entering = newest and group == 1 and keys.start not in self.started_keys
+        entering = newest and group == 1 and (unit.head, keys.start) not in self.started_keys
         leaving = group == 1 and self.last_units.get(keys.start) == unit
         if newest:
-            self.started_keys.add(keys.start)
+            self.started_keys.add((unit.head, keys.start))
         for ring, out_ref, factor, gradient in (
             (refs.dv_ring, refs.dv, 1.0, dv),
             (refs.dk_ring, refs.dk, self.call.product_factor, dk),
         ):
-            total = gradient if entering else ring[slot, :, keys] + gradient
+            total = gradient if entering else ring[slot, own, keys] + gradient
             if leaving:
-                write(out_ref, keys, total, factor)
+                others = [ring[slot, : own.start, keys]] if unit.head else []
+                write(out_ref, keys, jnp.concatenate([*others, total]), factor)
             else:
-                ring[slot, :, keys] = total
+                ring[slot, own, keys] = total
 
     def add_to_sinks(self, unit: _WindowUnit, dv: jax.Array, dk: jax.Array) -> None:
-        refs, alone = self.refs, self.step.writes_sinks
+        refs, alone, own = self.refs, self.step.writes_sinks, self.own(unit)
         for acc, gradient in ((refs.dv_sinks_acc, dv), (refs.dk_sinks_acc, dk)):
             entering = alone and unit.queries.start == 0
             if entering and unit.keys.stop < acc.shape[1]:  # documents that no query of the step sees
-                acc[...] = jnp.zeros_like(acc)
-            acc[:, unit.keys] = gradient if entering else acc[:, unit.keys] + gradient
-        if alone and unit.queries.stop == self.call.tiles.q_block:
+                acc[own, :] = jnp.zeros_like(acc[own, :])
+            acc[own, unit.keys] = gradient if entering else acc[own, unit.keys] + gradient
+        if alone and unit.queries.stop == self.call.tiles.q_block and unit.head + 1 == self.call.abreast:
             self.step.write_sinks()
 
-    def add_to_queries(self, queries: slice, gradient: jax.Array) -> None:
-        """Adds [D, queries] to dq, strip by strip."""
-        dq_acc, strip = self.refs.dq_acc, math.gcd(self.call.tiles.strip, self.call.tiles.q_block)
+    def add_to_queries(self, unit: _WindowUnit, gradient: jax.Array) -> None:
+        """Adds [own channels, queries] to dq, strip by strip."""
+        dq_acc, queries, own = self.refs.dq_acc, unit.queries, self.own(unit)
+        strip = math.gcd(self.call.tiles.strip, self.call.tiles.q_block)
         for start in range(queries.start, queries.stop, strip):
             here, more = slice(start, start + strip), gradient[:, start - queries.start :][:, :strip]
-            dq_acc[:, here] = dq_acc[:, here] + more if start in self.started_queries else more
-            self.started_queries.add(start)
+            dq_acc[own, here] = dq_acc[own, here] + more if (unit.head, start) in self.started_queries else more
+            self.started_queries.add((unit.head, start))
 
 
 def heads_in_one_piece(call: Call, members: int) -> int:
@@ -334,5 +355,6 @@ def _units(call: Call, present: int) -> list[_WindowUnit]:
             end = min(block, -(-(key + tile - 1 + window) // strip) * strip)
             for start in range(first, end, width):
                 queries = slice(start, min(end, start + width))
-                units.append(_WindowUnit(b, slice(offset, offset + tile), queries, start - key))
+                keys = slice(offset, offset + tile)
+                units += [_WindowUnit(i, b, keys, queries, start - key) for i in range(call.abreast)]
     return units

@@ -60,7 +60,7 @@ def window_forward(
     call: Call, x: TpuOperands, heads: LaunchHeads, previous: tuple[jax.Array, ...] = ()
 ) -> tuple[jax.Array, ...]:
     """As `scheduled_forward`, for the calls of `Call.window_kernel`."""
-    call, (batch, num_heads, length, head_dim) = _with_own_strip(call), x.q.shape
+    call, (batch, num_heads, length, head_dim) = _with_own_strip(call), x.q.shape  # heads abreast as one
     block, group = call.tiles.q_block, num_heads // x.k.shape[1]
     segments = None if x.where.q_segment_ids is None else packed_segments(call, x.where)
     packed = segments is not None
@@ -79,8 +79,8 @@ def window_forward(
     queries = spec((None, None, block, head_dim), lambda b, h, kv, i: (b, h, i, 0))
     outputs = [Blocked(shape_like(x.q.shape, call.result_dtype(x.q), x.q), queries)]
     if call.softmax:
-        lse = shape_like((batch, num_heads, 1, length), jnp.float32, x.q)
-        outputs.append(Blocked(lse, spec((None, None, 1, block), lambda b, h, kv, i: (b, h, 0, i))))
+        lse = shape_like((batch, num_heads * call.abreast, 1, length), jnp.float32, x.q)
+        outputs.append(Blocked(lse, spec((None, call.abreast, 1, block), lambda b, h, kv, i: (b, h, 0, i))))
     return launch(
         call,
         functools.partial(_window_kernel, call, packed, copied, length // block),
@@ -103,7 +103,7 @@ def _inputs(call: Call, x: TpuOperands, segments: Segments | None, spec: Callabl
         rows, at = _window_rows(call, before)
         return spec((None, None, rows, head_dim), lambda b, h, kv, i: (b, kv, jnp.maximum(at(i), 0), 0))
 
-    inputs = [Blocked(by_head(x.head_bias), spec((None, 8, LANES), lambda b, h, kv, i: (h, 0, 0)))]
+    inputs = [Blocked(by_head(x.head_bias), spec((call.abreast, 8, LANES), lambda b, h, kv, i: (h, 0, 0)))]
     inputs += [Blocked(array, keys(before)) for array in (x.k, x.v) for before in window]
     of_step = segments is not None
     sinks = (None, None, sink_rows(call, of_step), head_dim)
@@ -185,7 +185,6 @@ def _window_kernel(
 ) -> None:
     refs, room = _name_refs(call, has_segments, unnamed)
     step = pl.program_id(2)
-    head_bias = refs.head_bias[0:1, 0:1] * call.unit, refs.head_bias[1:2, 0:1] * call.unit
     first_sink = jnp.int32(0)
     if copied:
         copies = sink_copies(call, copied, num_steps, order, refs, room)
@@ -195,7 +194,7 @@ def _window_kernel(
         refs = refs._replace(sink_keys=copies.sink_keys, sink_values=copies.sink_values)
     elif refs.first_sinks is not None:
         first_sink = refs.first_sinks[pl.program_id(0) * num_steps + step]
-    body = functools.partial(WindowForwardBody, call, refs, step, head_bias, first_sink)
+    body = functools.partial(WindowForwardBody, call, refs, step, first_sink)
 
     def attend_packed(present: int, sinks: str | None, exact: bool = False) -> None:
         body(present, sinks, by_token=True, exact=exact).attend()

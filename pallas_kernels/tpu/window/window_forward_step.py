@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.math.nonfinite import finite, sees_non_finite
 from pallas_kernels.math.schedule import Kind
+from pallas_kernels.tpu.tile.pairs import join_lanes, own_lanes
 from pallas_kernels.tpu.tile.rotation import rotate_tile
 from pallas_kernels.tpu.tile.tiles import (
     LANES,
@@ -67,7 +68,7 @@ class WindowForwardRefs(NamedTuple):
     cuts: Ref  # `Segments.cuts`
     first_sinks: Ref  # of each step's documents, from `Segments.sinks`
     queries: Ref  # [block, D]
-    head_bias: Ref  # [8, LANES]
+    head_bias: Ref  # [heads abreast, 8, LANES]
     keys: list[Ref]  # the blocks of the window, the oldest first, each [block, D]
     values: list[Ref]
     sink_keys: Ref  # [sink_rows, D]
@@ -78,7 +79,7 @@ class WindowForwardRefs(NamedTuple):
     cos: Ref  # [block, D], of queries that are to be rotated
     sin: Ref
     out: Ref  # [block, D]
-    lse: Ref  # [1, block]
+    lse: Ref  # [heads abreast, 1, block]
     nonfinite: Ref  # [1] int32: whether a value that is not finite has been met
     logits: Ref  # [AHEAD + 2, strip, keys] f32 (softmax)
 
@@ -92,24 +93,26 @@ class WindowForwardBody:
     """The code of a step for what is known of it when tracing.
 
     Attributes:
-      head_bias: slope and bias, [1, 1] each, in the kernel's unit.
       present: so many of the window's blocks exist, the last ones.
       first_sink: the index of the first sink token.
       sinks: as `window_steps` gives them, or "by token".
       by_token: what each query sees (`Segments.queries`) decides; otherwise the window alone does.
       exact: leave values that are not finite out of tiles with a mask.
+      head: which of the heads side by side; they share `queries`, `value_sums` and `results`.
     """
 
     call: Call
     refs: WindowForwardRefs
     step: jax.Array
-    head_bias: tuple[jax.Array, jax.Array]
     first_sink: jax.Array
     present: int
     sinks: str | None
     by_token: bool = False
     exact: bool = False
+    head: int = 0
+    queries: dict[int, jax.Array] = dataclasses.field(default_factory=dict)  # rotated, by a strip's first row
     value_sums: dict[tuple[int, int], jax.Array] = dataclasses.field(default_factory=dict)
+    results: list[jax.Array] = dataclasses.field(default_factory=list)  # of a strip, [strip, D] f32 a head
     # Maxima and sums, [strip, a lane a strip].
     statistics: list[jax.Array] = dataclasses.field(default_factory=list)
 
@@ -132,37 +135,53 @@ class WindowForwardBody:
         return math.gcd(self.call.tiles.strip, self.block)
 
     def attend(self) -> None:
-        """All strips of the step."""
-        write = self.write_softmax if self.call.softmax else self.write_sigmoid
+        """All strips of the step, each of all heads that lie side by side."""
+        heads = [dataclasses.replace(self, head=i, statistics=[]) for i in range(self.call.abreast)]
+        strips = [(head, start) for start in range(0, self.block, self.strip) for head in heads]
         num_ahead = AHEAD if self.call.softmax else 1
-        starts = range(0, self.block, self.strip)
-        ahead = [self.score(start) for start in starts[:num_ahead]]
+        ahead = [head.score(start, i) for i, (head, start) in enumerate(strips[:num_ahead])]
         # Of rows that together meet all values of their strip: one that is not finite spoils them.
         sizes: list[jax.Array] = []
-        for start in starts:
-            if (later := start + num_ahead * self.strip) < self.block:
-                ahead.append(self.score(later))
-            if start == starts[-1] and sizes:
+        for i, (head, start) in enumerate(strips):
+            if (later := i + num_ahead) < len(strips):
+                ahead.append(strips[later][0].score(strips[later][1], later))
+            if i + 1 == len(strips) and start > 0:
                 # What the last strip alone sees, before it is finished: afterwards the answer would be waited for.
                 newest = self.refs.values[-1][start:, :].astype(jnp.float32)
                 sums = newest.reshape(-1, 8, newest.shape[1]).sum(axis=0)
                 self.note_nonfinite([*sizes, jnp.abs(sums)])
+            write = head.write_softmax if self.call.softmax else head.write_sigmoid
             sizes.append(write(ahead.pop(0)))
-        if len(starts) == 1:
+        if self.strip == self.block:
             self.note_nonfinite(sizes)
         if self.call.softmax:
-            self.write_lse()
+            for head in heads:
+                head.write_lse()
 
     def note_nonfinite(self, sizes: list[jax.Array]) -> None:
         nonfinite = jnp.any(~(functools.reduce(jnp.add, sizes) < jnp.inf))
         self.refs.nonfinite[0] = nonfinite.astype(jnp.int32)
 
-    def score(self, start: int) -> _Strip:
-        """The logits of the strip of queries from `start`."""
+    @functools.cached_property
+    def head_bias(self) -> tuple[jax.Array, jax.Array]:
+        """Slope and bias, [1, 1] each, in the kernel's unit."""
+        both = self.refs.head_bias.at[self.head]
+        return both[0:1, 0:1] * self.call.unit, both[1:2, 0:1] * self.call.unit
+
+    def read_queries(self, start: int) -> jax.Array:
+        """The strip of queries from `start`, of all heads that lie side by side."""
+        if start not in self.queries:
+            rows, refs = pl.ds(start, self.strip), self.refs
+            query = refs.queries[rows, :]
+            if self.call.rotated_by:
+                query = rotate_tile(self.call, query, refs.cos[rows, :], refs.sin[rows, :])
+            self.queries[start] = query
+        return self.queries[start]
+
+    def score(self, start: int, number: int) -> _Strip:
+        """The logits of the strip of queries from `start`, the step's so-and-so-manyth."""
         rows, refs = pl.ds(start, self.strip), self.refs
-        query = refs.queries[rows, :]
-        if self.call.rotated_by:
-            query = rotate_tile(self.call, query, refs.cos[rows, :], refs.sin[rows, :])
+        query = own_lanes(self.call, self.read_queries(start), self.head)
         coded = with_query_code(query, refs.codes[-1][rows, :]) if self.by_code else query
         tiles_seen = window_tiles(self.call, start, self.present)
         tiles = []
@@ -175,11 +194,11 @@ class WindowForwardBody:
         if not self.call.softmax:
             return _Strip(rows, tiles, None)
         top = over_lanes(jnp.maximum, [tile.logits for tile in tiles]).max(axis=1, keepdims=True)
-        return _Strip(rows, self.stored(start, tiles), top)
+        return _Strip(rows, self.stored(number, tiles), top)
 
-    def stored(self, start: int, tiles: list[_Scores]) -> list[_Scores]:
+    def stored(self, number: int, tiles: list[_Scores]) -> list[_Scores]:
         """The same with their logits in VMEM, where each is written once. The compiler would spill them more often."""
-        slot, column, stored = start // self.strip % (AHEAD + 2), 0, []
+        slot, column, stored = number % (AHEAD + 2), 0, []
         for tile in tiles:
             size = tile.logits.shape[1]
             logits = self.refs.logits.at[slot, :, column : column + size]
@@ -318,8 +337,15 @@ class WindowForwardBody:
         """Writes a strip's result, and returns the sizes of its first rows before they are rounded."""
         doubled = functools.reduce(jnp.add, map(_sigmoid_values, strip.tiles))
         sizes = jnp.abs(doubled[:8])
-        self.refs.out[strip.rows, :] = (0.5 * doubled).astype(self.refs.out.dtype)
+        self.write(strip, 0.5 * doubled)
         return sizes
+
+    def write(self, strip: _Strip, out: jax.Array) -> None:
+        """Writes a strip's result, with the last one's those of all heads that lie side by side."""
+        self.results.append(out)
+        if len(self.results) == self.call.abreast:
+            self.refs.out[strip.rows, :] = join_lanes(self.results).astype(self.refs.out.dtype)
+            self.results.clear()
 
     def write_softmax(self, strip: _Strip) -> jax.Array:
         """As `write_sigmoid`; the sizes are those before the division by the row's sum."""
@@ -347,7 +373,7 @@ class WindowForwardBody:
         out = acc * (1 / total)
         if self.by_token:
             out = jnp.where(sees_nothing(strip.top), 0, out)
-        refs.out[strip.rows, :] = out.astype(refs.out.dtype)
+        self.write(strip, out)
         self.keep_statistics(strip, total)
         return sizes
 
@@ -367,7 +393,7 @@ class WindowForwardBody:
             lse = jnp.where(sees_nothing(top), -jnp.inf, lse)
         lse = lse.T  # [strips, strip]
         for i in range(self.block // self.strip):
-            self.refs.lse[:, i * self.strip : (i + 1) * self.strip] = lse[i : i + 1]
+            self.refs.lse[self.head, :, i * self.strip : (i + 1) * self.strip] = lse[i : i + 1]
 
 
 def mark_rows_nan(call: Call, refs: WindowForwardRefs, step: jax.Array) -> None:
