@@ -50,8 +50,12 @@ def test_each_query_has_one_key_in_each_column(n, head_dim, with_sums):
         (256, 256, 256, True),
         (1024, 256, 256, True),
         (128, 128, 128, True),
-        (128, 256, 256, False),  # the strip's own tokens do not fit the window
-        (1000, 256, 256, False),  # the edges are not a whole number of tiles apart
+        (100, 128, 128, True),  # the next whole window, and a mask
+        (2, 128, 128, True),
+        (1, 128, 128, False),  # the strip's own tokens are all that it sees
+        (129, 128, 128, False),  # of the tile that 256 has more, no query sees a key
+        (128, 256, 256, False),  # half of the far tile is enough
+        (1000, 256, 256, True),
         (640, 256, 256, False),
         (640, 128, 128, True),
     ],
@@ -75,8 +79,19 @@ PACKED = (tuple([1] * 20 + [2] * 40 + [3] * 30 + [0] * 6), tuple([1] * 96))
         Call(AttentionSpec(24, logit_softcap=2.0), ("alibi_slopes", "sink_logits"), q_length=96, kv_length=96),
         Call(AttentionSpec(16), ("alibi_slopes",), PACKED, q_length=96, kv_length=96),
         Call(AttentionSpec(16, num_sink_tokens=3), (), PACKED, q_length=96, kv_length=96),
+        Call(AttentionSpec(5, num_sink_tokens=3), ("alibi_slopes",), q_length=96, kv_length=96),
+        Call(AttentionSpec(21, logit_softcap=2.0), ("alibi_slopes",), q_length=96, kv_length=96),
+        Call(AttentionSpec(5), ("alibi_slopes",), PACKED, q_length=96, kv_length=96),
     ],
-    ids=["window", "softcap-alibi-sink-logits", "packed-alibi", "packed-sink-tokens"],
+    ids=[
+        "window",
+        "softcap-alibi-sink-logits",
+        "packed-alibi",
+        "packed-sink-tokens",
+        "less-than-a-strip",
+        "between-strips",
+        "packed-less-than-a-strip",
+    ],
 )
 def test_small_strips(call, cut_into):
     cut_into(Tiles(32, 32, strip=8, tile=8))
@@ -85,8 +100,8 @@ def test_small_strips(call, cut_into):
 
 @pytest.mark.parametrize(
     ("window", "segments"),
-    [(256, None), (512, (tuple([1] * 700 + [2] * 324),))],
-    ids=["window-256", "packed-window-512"],
+    [(256, None), (200, None), *((window, (tuple([1] * 700 + [2] * 324),)) for window in (512, 700))],
+    ids=["window-256", "window-200", "packed-window-512", "packed-window-700"],
 )
 def test_strips_of_a_tpu(window, segments, cut_into):
     cut_into(QUARTERS)

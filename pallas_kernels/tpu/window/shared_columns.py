@@ -2,7 +2,8 @@
 
 A strip of queries meets the edges of its window in two tiles of keys, the *near* one at its own tokens and the *far*
 one a window before. Of column c, query r sees the near key if c <= r and the far key if c > r. So one tile of logits
-and of exponentials serves both, with a product for each.
+and of exponentials serves both, with a product for each. A window between two whole numbers of strips goes as the longer
+one, with a mask on that tile and on the one behind it.
 
 By quarters. Where matrix units are 256 wide, a row of 128 numbers fills half of their depth; a strip has 256 queries.
 Its first half sees nothing of the second half of the near keys, and its second half nothing of the first half of the
@@ -26,7 +27,13 @@ def share_columns(call: Call, tiles: list[WindowTile]) -> bool:
     """Whether the first and the last tile of a strip are such a pair."""
     first, last = tiles[0], tiles[-1]
     strip = math.gcd(call.tiles.strip, call.tiles.q_block)
-    return last.key - first.key == window_of(call) and first.size == last.size == strip
+    return last.key - first.key == whole_window(call) and first.size == last.size == strip
+
+
+def whole_window(call: Call) -> int:
+    """The window in whole strips, which is how far apart such tiles are."""
+    strip = math.gcd(call.tiles.strip, call.tiles.q_block)
+    return -(-window_of(call) // strip) * strip
 
 
 def sees_far(size: int) -> jax.Array:

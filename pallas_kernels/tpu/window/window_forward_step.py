@@ -41,6 +41,7 @@ from pallas_kernels.tpu.window.shared_columns import (
     share_columns,
     shared_products,
     shared_values,
+    whole_window,
 )
 
 AHEAD = 2  # strips whose products are on their way before the weights of one are taken
@@ -220,13 +221,19 @@ class WindowForwardBody:
             here = self.addend(near.size, distance)
             if not self.call.has_slopes:
                 return here
-            return jnp.where(is_far, self.addend(far.size, distance + window_of(self.call)), here)
+            return jnp.where(is_far, self.addend(far.size, distance + whole_window(self.call)), here)
 
         s, _ = form_logits(self.call, shared_products(query, far_keys, near_keys), addend)
         if self.by_first_key:
             # Counted from the first near key: the same for every strip.
-            key = lax.broadcasted_iota(jnp.int32, s.shape, 1) - jnp.where(is_far, window_of(self.call), 0)
+            key = lax.broadcasted_iota(jnp.int32, s.shape, 1) - jnp.where(is_far, whole_window(self.call), 0)
             s = jnp.where(key >= self.first_key(start, near), s, MASKED)
+        elif (over := whole_window(self.call) - window_of(self.call)) > 0:
+            relative = self.row_less_column(near.size)
+            seen = (relative >= 0) | (relative < -over)
+            if window_of(self.call) < near.size:
+                seen &= relative < window_of(self.call)
+            s = jnp.where(seen, s, MASKED)
         values, far_values = (
             functools.partial(lambda ref: finite(ref[...]) if self.exact else ref[...], ref)
             for ref in (near_values, far_values)
