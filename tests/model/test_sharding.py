@@ -46,7 +46,11 @@ def abstract_partition(**sizes: int) -> Partition:
 
 @pytest.mark.parametrize(
     "what",
-    ["small", *(pytest.param(x, marks=pytest.mark.long) for x in ("attention", "rows", "training", "selection"))],
+    [
+        "small",
+        pytest.param("teacher", marks=pytest.mark.slow),
+        *(pytest.param(x, marks=pytest.mark.long) for x in ("attention", "rows", "training", "selection")),
+    ],
 )
 def test_every_mesh_computes_what_one_device_does(what):
     run_on_eight_devices("tests.on_mesh", what)
