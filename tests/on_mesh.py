@@ -424,7 +424,7 @@ def check_teacher() -> None:
         config = from_dict(TrainConfig, settings | {"lora": lora})
         pattern = load_pattern("window", config.model, Window(12))
         expected = run(config, pattern, None, batch, 1, distill)
-        for mesh in (MeshConfig(1, 2, 2, 1), MeshConfig(2, 1, 2, 1), MeshConfig(1, 2, 1, 2)):
+        for mesh in (MeshConfig(1, 2, 2, 1), MeshConfig(2, 1, 1, 2))[: 1 if lora else 2]:
             partition = Partition(make_mesh(mesh, jax.devices()[:4]))
             losses, norms, moments = run(config, pattern, partition, batch, 2, distill)
             for ours, theirs in ((losses, expected[0]), (norms, expected[1])):

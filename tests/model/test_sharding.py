@@ -132,3 +132,4 @@ def test_operations_are_counted():
     assert attention_flops(MODEL, half, np.array([9])) == (10 + 3) * one_key
     assert matrix_parameters(MODEL) == 2 * (32 * 8 * 12 + 3 * 32 * 48) + 32 * 60
     assert train_flops_per_token(MODEL, full, 1) == 6 * matrix_parameters(MODEL) + 3 * 2 * one_key
+    assert train_flops_per_token(MODEL, full, 1, teacher=full) == 8 * matrix_parameters(MODEL) + 4 * 2 * one_key
