@@ -84,7 +84,7 @@ def attention_of(work: StepWork) -> AttentionCost:
     measured, assumed = found.measured, found.assumed
     if work.teacher is not None:
         theirs = kernels(work.chip, work.model, work.teacher, positions)
-        once = times.backward  # what is done once of a layer
+        once = times.backward  # what remat does not run again
         by_position = by_position + (more := np.sum([one.forward for one in theirs.flops.values()], axis=0))
         flops = flops._replace(forward=flops.forward + once * float(more.sum()))
         lasting = sum(float(one.forward.sum()) for one in theirs.seconds.values())
