@@ -27,7 +27,7 @@ from swa_jax.model.decoder import Decoder
 from swa_jax.model.draws import normal, split_over_devices
 from swa_jax.model.experts import MixtureOfExperts
 from swa_jax.model.lora import trained_and_frozen, with_lora
-from swa_jax.model.loss import Teacher, token_loss
+from swa_jax.model.loss import Teacher, TeacherStates, token_loss
 from swa_jax.model.mesh_attention import StaticOptions, attention_on_mesh
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sequence_order import zigzag
@@ -36,8 +36,11 @@ from swa_jax.model.window import Window
 from swa_jax.select import LayerScorer, nll_deltas
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.loop import place_batch, random_model
+from swa_jax.train.objectives import Distill
 from swa_jax.train.optimizer import make_optimizer
+from swa_jax.train.patterns import Start
 from swa_jax.train.step import init_state, make_step, shard_state
+from swa_jax.train.teacher import find_teacher, kept_weights
 
 from .kernels.tolerances import assert_close
 
@@ -214,17 +217,21 @@ def check_small() -> None:
     likely = jnp.asarray(rng.permuted(np.tile(np.arange(32), (2, LENGTH, 1)), axis=-1)[..., :5])
     teacher = Teacher(likely, jnp.asarray(np.log(rng.dirichlet(np.ones(6), (2, LENGTH))[..., :5]), jnp.float32))
 
-    def loss(hidden, head, partition):
-        found = token_loss(hidden, head, targets, jnp.ones((2, LENGTH)), teacher=teacher, partition=partition)
-        return jnp.sum(found.nll + jnp.square(found.log_z) + 3 * found.divergence), found.correct
+    theirs = (jnp.asarray(rng.normal(size=x.shape), jnp.float32) for x in (hidden, head))
+    states = TeacherStates(*theirs, jnp.asarray(PACKED[1:3] != 0, jnp.float32), 1.5)
+    for said in (teacher, states):
 
-    differentiate = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), static_argnums=2)
-    assert_close(
-        {"loss": differentiate(hidden, head, split[1])},
-        {"loss": differentiate(hidden, head, None)},
-        "float32",
-        gradient=True,
-    )
+        def loss(hidden, head, partition, said=said):
+            found = token_loss(hidden, head, targets, jnp.ones((2, LENGTH)), teacher=said, partition=partition)
+            return jnp.sum(found.nll + jnp.square(found.log_z) + 3 * found.divergence), found.correct
+
+        differentiate = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), static_argnums=2)
+        assert_close(
+            {"loss": differentiate(hidden, head, split[1])},
+            {"loss": differentiate(hidden, head, None)},
+            "float32",
+            gradient=True,
+        )
 
 
 def check_experts() -> None:
@@ -400,20 +407,53 @@ def check_training() -> None:
         print(name, "ok", flush=True)
 
 
-def run(config, pattern, partition, batch, pieces) -> tuple[list[float], list[float], dict[str, np.ndarray]]:
+def check_teacher() -> None:
+    """A windowed student beside its teacher on meshes of 2 x 2, where rows lie in zig-zag order for the teacher."""
+    rng = np.random.default_rng(1)
+    batch = {"tokens": rng.integers(1, 64, size=(BATCH, LENGTH)).astype(np.int32)}
+    batch |= {"segment_ids": PACKED.astype(np.int32), "weights": rng.random((BATCH, LENGTH)).astype(np.float32)}
+    settings = {
+        "output": "-",
+        "tokenizer": "-",
+        "model": dataclasses.asdict(ModelConfig(64, 32, 48, 2, 4, 2, 8)),
+        "optimizer": {"learning_rate": 1e-3, "warmup_steps": 2, "eps": 1e-4},
+        "stages": [{"steps": 20, "sequence_length": LENGTH, "batch_size": BATCH}],
+    }
+    distill = Distill(tokens="all", temperature=1.5, weight=0.3, last_weight=0.9, hidden=0.2)
+    for lora in (None, {"rank": 2, "dropout": 0.0}):
+        config = from_dict(TrainConfig, settings | {"lora": lora})
+        pattern = load_pattern("window", config.model, Window(12))
+        expected = run(config, pattern, None, batch, 1, distill)
+        for mesh in (MeshConfig(1, 2, 2, 1), MeshConfig(2, 1, 1, 2))[: 1 if lora else 2]:
+            partition = Partition(make_mesh(mesh, jax.devices()[:4]))
+            losses, norms, moments = run(config, pattern, partition, batch, 2, distill)
+            for ours, theirs in ((losses, expected[0]), (norms, expected[1])):
+                np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5, err_msg=f"{lora}, {mesh}")
+            for path, theirs in expected[2].items():
+                np.testing.assert_allclose(moments[path], theirs, rtol=1e-5, atol=1e-5, err_msg=f"{mesh}, {path}")
+
+
+def run(
+    config, pattern, partition, batch, pieces, distill=None
+) -> tuple[list[float], list[float], dict[str, np.ndarray]]:
     """Losses and gradient norms of twenty steps, and Adam's first moments after them: the gradients of every tensor,
-    summed over the steps."""
+    summed over the steps. With `distill` the teacher is the model at the start, in full attention."""
     model: Decoder = random_model(config.model, pattern, 0, partition)
     if config.lora is not None:
         model = with_lora(model, config.lora, nnx.Rngs(0))
     optimizer: optax.GradientTransformation = make_optimizer(config.optimizer, config.total_steps, model.config)
     trained, frozen = trained_and_frozen(model)
-    state = shard_state(init_state(trained, optimizer, frozen), partition, model.config)
-    step = make_step(model, optimizer, config, partition)
+    teacher = None
+    if distill is not None:
+        config = dataclasses.replace(config, model=None, init_from="-", distill=distill)
+        teacher = find_teacher(config, Start(model.config, load_pattern("full", model.config), model.config))
+    state = init_state(trained, optimizer, frozen, kept_weights(config, teacher, trained))
+    state = shard_state(state, partition, model.config)
+    step = make_step(model, optimizer, config, partition, teacher)
     losses, norms = [], []
     for _ in range(20):
         state, metrics = step(state, place_batch(batch, partition, BATCH), pieces)
-        losses.append(float(metrics["loss"]))
+        losses.append(float(metrics["loss"] + metrics.get("divergence", 0) + metrics.get("hidden_error", 0)))
         norms.append(float(metrics["gradient_norm"]))
     moments = jax.tree_util.tree_leaves_with_path(optax.tree.get(state.optimizer, "mu"))
     return losses, norms, {jax.tree_util.keystr(path): np.asarray(x) for path, x in moments}
@@ -451,5 +491,6 @@ if __name__ == "__main__":
         "rows": check_whole_rows,
         "training": check_training,
         "selection": check_selection,
+        "teacher": check_teacher,
     }
     checks[sys.argv[1]]()

@@ -37,6 +37,7 @@ from swa_jax.model.lora import LoraConfig
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.train.config import StageConfig, TrainConfig
 from swa_jax.train.loop import train
+from swa_jax.train.objectives import Distill
 from swa_jax.train.optimizer import OptimizerConfig
 
 LAYERS = 8
@@ -175,7 +176,7 @@ def work(row: PatternRow, data: str, seed: int, out: Path, size: RunSize, prepar
             lora=LoraConfig(),
             seed=seed,
             checkpoint_every=1000,
-            kl_top_k=16 if data == "replies, KL" else None,
+            distill=Distill(top_k=16) if data == "replies, KL" else None,
             optimizer=OptimizerConfig(name="adamw", learning_rate=2e-3, warmup_steps=3),
         )
         folder = train(config, quiet=True)

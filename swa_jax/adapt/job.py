@@ -29,6 +29,7 @@ from swa_jax.model.config import ModelConfig
 from swa_jax.model.lora import LoraConfig
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.train.config import StageConfig, TrainConfig
+from swa_jax.train.objectives import Distill
 from swa_jax.train.optimizer import OptimizerConfig
 
 STAGES = ("original", "search", "tune", "adapted", "efficiency", "export", "canary")
@@ -309,5 +310,5 @@ def tuning(job: Adaptation, pattern: Path) -> TrainConfig:
         seed=settings.seed,
         bfloat16=job.dtype == "bfloat16",
         checkpoint_every=50,
-        kl_top_k=None if job.replies is None else job.replies.drawing.top_logprobs,
+        distill=None if job.replies is None else Distill(top_k=job.replies.drawing.top_logprobs),
     )

@@ -92,8 +92,8 @@ def _sample(texts: list[str], tokenizer: Tokenizer, top: int, where: str) -> Ans
         shape = (len(reply), len(ids) // len(reply))
         if shape[1] < top:
             raise ConfigError(
-                f"{where} has {shape[1]} log-probabilities a token, but 'kl_top_k' is {top}: lower it, or distill with "
-                f"--top-logprobs {top}"
+                f"{where} has {shape[1]} log-probabilities a token, but 'distill.top_k' is {top}: lower it, or distill "
+                f"with --top-logprobs {top}"
             )
         tops = Top(ids.astype(np.int32).reshape(shape)[:, :top], values.reshape(shape)[:, :top])
     for ids in (prompt, reply, *(() if tops is None else (tops.tokens,))):

@@ -34,7 +34,7 @@ from swa_jax.model.layer_stacks import head_groups
 from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.layers import Norm, RopeTables, drawn, linear, query_scale, rope_tables
 from swa_jax.model.lora import LoraConfig, seed_dropout, with_lora
-from swa_jax.model.loss import Teacher, TokenLoss, scaled_logits, token_loss
+from swa_jax.model.loss import Teacher, TeacherStates, TokenLoss, scaled_logits, token_loss
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.remat import PLAIN, TrainingPass, rematerialised
 from swa_jax.model.sharding import Partition, constrain
@@ -121,21 +121,44 @@ class Decoder(nnx.Module):
           partition: the mesh that parameters and tokens lie on.
           training: what is saved for the backward pass, and LoRA's dropout.
         """
+        hidden, routing, _ = self.watched_features(
+            tokens, segment_ids, positions, full_from, data=data, partition=partition, training=training
+        )
+        return hidden, routing
+
+    def watched_features(
+        self,
+        tokens: jax.Array,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        full_from: jax.Array | None = None,
+        *,
+        data: LayerData | None = None,
+        partition: Partition | None = None,
+        training: TrainingPass = PLAIN,
+        watch: Callable[[jax.Array, Any], Any] = lambda x, beside: None,
+        beside: Any = None,
+    ) -> tuple[jax.Array, Routing, Any]:
+        """`features`, and what `watch(x, beside)` gives of the residual stream x [B, T, d] behind each layer, with an
+        axis of layers in front, as `beside` has one, of which a layer gets its entry."""
         if 0 in tokens.shape:
             raise ValueError(f"tokens is [B, T] = {tokens.shape}: give at least one sequence of one token")
         context = self.context(tokens, segment_ids, positions, full_from, partition)
         remat, unroll, key = training
         keys = None if key is None else jax.random.split(key, self.config.num_hidden_layers)
 
-        def layer(stream: Stream, block: Block, scanned: tuple) -> tuple[Stream, Routing]:
-            row, key = scanned
+        def layer(stream: Stream, block: Block, scanned: tuple) -> tuple[Stream, tuple[Routing, Any]]:
+            row, key, beside = scanned
             if key is not None:
                 seed_dropout(block, key)
-            return block(stream, row, context)
+            stream, routing = block(stream, row, context)
+            return stream, (routing, watch(stream.x, beside))
 
         stream, data = self.begin(tokens, data, partition)
-        stream, routing = self.scan(layer, stream, (data, keys), wrap=lambda f: rematerialised(f, remat), unroll=unroll)
-        return self.norm(stream.x), routing
+        stream, (routing, watched) = self.scan(
+            layer, stream, (data, keys, beside), wrap=lambda f: rematerialised(f, remat), unroll=unroll
+        )
+        return self.norm(stream.x), routing, watched
 
     def begin(
         self, tokens: jax.Array, data: LayerData | None = None, partition: Partition | None = None
@@ -175,7 +198,7 @@ class Decoder(nnx.Module):
         targets: jax.Array,
         weights: jax.Array,
         *,
-        teacher: Teacher | None = None,
+        teacher: Teacher | TeacherStates | None = None,
         partition: Partition | None = None,
     ) -> TokenLoss:
         """Cross-entropy of normed hidden states [B, T, d] against targets [B, T]: `swa_jax.model.loss.token_loss`."""

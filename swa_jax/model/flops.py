@@ -124,17 +124,25 @@ def _query_channels(config: ModelConfig) -> list[int]:
 
 
 def train_flops_per_token(
-    config: ModelConfig, pattern: AttentionPattern, length: int, full_ratio: float = 1.0, lora: LoraConfig | None = None
+    config: ModelConfig,
+    pattern: AttentionPattern,
+    length: int,
+    full_ratio: float = 1.0,
+    lora: LoraConfig | None = None,
+    teacher: AttentionPattern | None = None,
 ) -> float:
     """Forward and backward, the mean over the tokens of a row that is one document; the backward is twice the forward.
 
     What is computed a second time for want of memory does not count. `full_ratio` is for the backward of routed layers.
-    Under LoRA frozen weights have no gradient: their backward is once the forward, that of the adapters twice.
+    Under LoRA frozen weights have no gradient: their backward is once the forward, that of the adapters twice. A
+    teacher of the same sizes, under its own pattern, has a forward pass only.
     """
     positions = np.arange(length)
     matrices = 2.0 * matrix_parameters(config)
     forward = attention_flops(config, pattern, positions).mean()
     backward = 2 * attention_flops(config, pattern, positions, full_ratio).mean()
+    if teacher is not None:
+        forward += matrices + attention_flops(config, teacher, positions).mean()
     if lora is None:
         return 3 * matrices + float(forward + backward)
     return 2 * matrices + 6 * lora.num_parameters(config) + float(forward + backward)

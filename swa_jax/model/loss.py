@@ -23,12 +23,21 @@ class Teacher(NamedTuple):
     logprobs: jax.Array  # [B, T, K] f32, nats
 
 
+class TeacherStates(NamedTuple):
+    """The whole distribution of another model at each place, as hidden states and the matrix that they meet."""
+
+    hidden: jax.Array  # [B, T, d], normed
+    head: jax.Array  # [d, V]
+    weight: jax.Array  # [B, T] f32: 0 where nothing is learned of it
+    temperature: float  # that logits of both models are divided by
+
+
 class TokenLoss(NamedTuple):
     nll: jax.Array  # [B, T] f32: of the *next* token, 0 where there is no target
     weight: jax.Array  # [B, T] f32: weight of that target, 0 where there is none
     correct: jax.Array  # [B, T] f32: 1 where the most likely token is the target
     log_z: jax.Array  # [B, T] f32: log of the softmax's denominator, 0 where there is no target
-    divergence: jax.Array | None = None  # [B, T] f32: KL from the teacher, 0 where there is no target
+    divergence: jax.Array | None = None  # [B, T] f32: KL from the teacher, 0 where nothing is learned of it
 
 
 def next_token_targets(
@@ -52,7 +61,7 @@ def token_loss(
     chunk: int = CHUNK,
     partition: Partition | None = None,
     *,
-    teacher: Teacher | None = None,
+    teacher: Teacher | TeacherStates | None = None,
     logit_multiplier: float = 1.0,
     logit_softcap: float | None = None,
 ) -> TokenLoss:
@@ -60,23 +69,30 @@ def token_loss(
 
     Args:
       hidden: [B, T, d]; head: [d, V]; targets: [B, T] int32; weights: [B, T] f32.
-      teacher: adds the divergence from it (see `_divergence`).
+      teacher: adds the divergence from it: of `Teacher` at each target (`_divergence`), of `TeacherStates` wherever it
+        has weight (`_whole_divergence`); its logits exist for a chunk at a time too.
       partition: the mesh they lie on; each device then scores its tokens over its part of the vocabulary.
       logit_multiplier, logit_softcap: as in `scaled_logits`.
     """
     adjust = functools.partial(scaled_logits, multiplier=logit_multiplier, softcap=logit_softcap)
     axis = None if partition is None or partition.size("vocab") == 1 else partition.rules.axes("vocab")[0]
-    loss: Callable[..., Any] = functools.partial(_local_loss, chunk=chunk, axis=axis, adjust=adjust)
+    temperature, teacher_head = 1.0, None
+    said: Any = teacher
+    if isinstance(teacher, TeacherStates):
+        temperature, teacher_head, said = teacher.temperature, teacher.head, (teacher.hidden, teacher.weight)
+    loss: Callable[..., Any] = functools.partial(
+        _local_loss, chunk=chunk, axis=axis, adjust=adjust, temperature=temperature
+    )
     if partition is not None:
-        tokens = partition.spec("batch", "sequence")
+        tokens, head_spec = partition.spec("batch", "sequence"), partition.spec(None, "vocab")
         loss = jax.shard_map(
             loss,
             mesh=partition.mesh,
-            in_specs=(partition.spec("batch", "sequence", None), partition.spec(None, "vocab"), tokens, tokens, tokens),
+            in_specs=(tokens, head_spec, tokens, tokens, tokens, head_spec),
             out_specs=tokens,
             check_vma=False,  # with it, differentiating this fails inside JAX 0.12.0 ("too few leaves")
         )
-    nll, correct, log_z, divergence = loss(hidden, head, targets, weights, teacher)
+    nll, correct, log_z, divergence = loss(hidden, head, targets, weights, said, teacher_head)
     return TokenLoss(nll, weights, correct, log_z, divergence)
 
 
@@ -92,13 +108,18 @@ def _local_loss(
     head: jax.Array,
     targets: jax.Array,
     weights: jax.Array,
-    teacher: Teacher | None,
+    teacher: Teacher | tuple[jax.Array, jax.Array] | None,
+    teacher_head: jax.Array | None,
     *,
     chunk: int,
     axis: str | None,
     adjust: Callable[[jax.Array], jax.Array],
+    temperature: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """nll, correct, log_z and divergence of `TokenLoss`; `axis`: the mesh axis that splits the vocabulary."""
+    """nll, correct, log_z and divergence of `TokenLoss`; `axis`: the mesh axis that splits the vocabulary.
+
+    With a `teacher_head` [d, V] the teacher is its hidden states [B, T, d] and the weights [B, T] of what it says.
+    """
     batch, length, _ = hidden.shape
     rows = batch * length
     chunk = min(chunk, rows)
@@ -109,25 +130,32 @@ def _local_loss(
         flat = x.reshape(rows, *x.shape[2:])
         return jnp.pad(flat, [(0, padding)] + [(0, 0)] * (flat.ndim - 1)).reshape(-1, chunk, *flat.shape[1:])
 
+    def logits_of(x: jax.Array, head: jax.Array) -> jax.Array:
+        return adjust(jnp.einsum("cd,dv->cv", x, head, preferred_element_type=jnp.float32))
+
     wide = head.astype(jnp.float32)  # so that the gradients of the chunks add up in f32
 
     # The backward pass recomputes the chunk's logits, which are many, but not what was read off them.
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(LOG_Z))
     def one_chunk(
-        _: None, piece: tuple[jax.Array, jax.Array, jax.Array, Teacher | None]
+        _: None, piece: tuple[jax.Array, jax.Array, jax.Array, Any]
     ) -> tuple[None, tuple[jax.Array | None, ...]]:
         x, target, weight, teacher = piece
-        narrow = wide.astype(head.dtype)
-        logits = adjust(jnp.einsum("cd,dv->cv", x, narrow, preferred_element_type=jnp.float32))  # [chunk, V]
+        logits = logits_of(x, wide.astype(head.dtype))  # [chunk, V]
         log_total, top, chosen = _over_vocabulary(logits, target, first, axis)
         scored = weight > 0
+        divergence = None
+        if teacher_head is not None:
+            theirs, learned = teacher
+            divergence = _whole_divergence(logits, logits_of(theirs, teacher_head), temperature, axis)
+            divergence = jnp.where(learned > 0, divergence, 0)
+        elif teacher is not None:
+            divergence = jnp.where(scored, _divergence(logits, top + log_total, teacher, first, axis), 0)
         return None, (
             jnp.where(scored, log_total + (top - chosen), 0),  # not from log_z, which is rounded as logits are
             scored & (chosen >= top),
             jnp.where(scored, top + log_total, 0),
-            None
-            if teacher is None
-            else jnp.where(scored, _divergence(logits, top + log_total, teacher, first, axis), 0),
+            divergence,
         )
 
     pieces = jax.tree.map(split, (hidden, targets, weights, teacher))
@@ -185,6 +213,24 @@ def _divergence(
     p_rest = jnp.maximum(1 - p.sum(axis=-1), 0)  # stored log-probabilities are rounded
     log_p_rest = jnp.log(jnp.where(p_rest > 0, p_rest, 1))
     return (p * (teacher.logprobs - log_q)).sum(axis=-1) + p_rest * (log_p_rest - log_q_rest)
+
+
+def _whole_divergence(logits: jax.Array, theirs: jax.Array, temperature: float, axis: str | None) -> jax.Array:
+    """KL(p || q) in nats [chunk], p and q the softmax over `theirs` and `logits`, both divided by the temperature.
+
+    Args:
+      logits, theirs: [chunk, V], or a part of the vocabulary. No gradient is asked of `theirs`.
+    """
+
+    def log_softmax(logits: jax.Array) -> jax.Array:
+        logits = logits if temperature == 1 else logits / temperature
+        top = jax.lax.stop_gradient(logits).max(axis=-1)
+        top = top if axis is None else jax.lax.pmax(top, axis)
+        return logits - (top + _log_total(axis, logits, top))[:, None]
+
+    log_p, log_q = log_softmax(theirs), log_softmax(logits)
+    divergence = (jnp.exp(log_p) * (log_p - log_q)).sum(axis=-1)
+    return divergence if axis is None else jax.lax.psum(divergence, axis)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -8,6 +8,7 @@ holds chunks r and 2n - 1 - r: all have the same work.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 import jax
@@ -21,15 +22,15 @@ from swa_jax.model.pattern import AttentionPattern
 SequenceOrder = Literal["auto", "contiguous", "zigzag"]
 
 
-def in_zigzag(order: SequenceOrder, pattern: AttentionPattern, length: int, pieces: int) -> bool:
+def in_zigzag(order: SequenceOrder, patterns: Sequence[AttentionPattern], length: int, pieces: int) -> bool:
     """Whether rows of `length` tokens, split in `pieces`, are to lie in zig-zag order.
 
-    "auto" takes it where some layer's queries see the whole row and the chunks come out even; windows are in balance
-    as they are.
+    "auto" takes it where some layer's queries see the whole row, under one of the patterns that are computed, and the
+    chunks come out even; windows are in balance as they are.
     """
     if pieces == 1 or order == "contiguous":
         return False
-    whole_row = pattern.full_attention_decode or set(pattern.layer_types) != {WINDOW}
+    whole_row = any(one.full_attention_decode or set(one.layer_types) != {WINDOW} for one in patterns)
     return order == "zigzag" or (whole_row and length % (2 * pieces) == 0)
 
 

@@ -28,6 +28,8 @@ Time, in sums: nothing runs beside anything else.
   tensor                all-reduces of [n, d], two of a layer forward and back, and where remat computes it again
   experts               [e n, d] is gathered and scattered, by each layer that has experts, forward and back, and where
                         remat computes it again; gradients of what is no expert's are summed over `expert`
+  teacher               its weights where they are not the student's frozen ones, its hidden states, and its logits of a
+                        chunk; of each sum of time the forward part, and the head twice
 A ring of m devices sends (m - 1) / m of what is gathered or scattered, and twice that of what is summed.
 """
 
@@ -99,6 +101,12 @@ class Workload:
     pattern: AttentionPattern
     chip_name: str  # of `CHIPS`, such as "v5e"
     devices: int  # of all slices
+    teacher: AttentionPattern | None = None  # of a forward pass beside the step's own
+
+    @property
+    def patterns(self) -> list[AttentionPattern]:
+        """Those that the step computes."""
+        return [self.pattern] if self.teacher is None else [self.pattern, self.teacher]
 
     @property
     def stage(self) -> StageConfig:
@@ -248,7 +256,14 @@ def _bytes(work: Workload, share: _Share) -> dict[str, float]:
         if settings.remat == "offload"
         else tokens * layers * kept_bytes(work, settings.remat, share.tensor, settings.expert),
         "working": tokens * kept_bytes(work, "none", share.tensor, settings.expert) + 2 * logits + whole_rows,
-    }
+    } | ({} if work.teacher is None else {"teacher": _teacher_bytes(work, share, tokens, logits)})
+
+
+def _teacher_bytes(work: Workload, share: _Share, tokens: float, logits: float) -> float:
+    assert work.config.distill is not None
+    weights = 0.0 if work.config.lora is not None else share.weights * work.number_bytes
+    states = 1 + (work.model.num_hidden_layers if work.config.distill.hidden else 0)
+    return weights + states * tokens * work.model.hidden_size * work.number_bytes + logits
 
 
 def _gathered(row: Parameter, share: _Share) -> float:
@@ -292,13 +307,36 @@ def _seconds(work: Workload, share: _Share) -> dict[str, float]:
         "keys": _exchange_of_keys(work, share),
         "tensor": _exchange_of_activations(work, share, again),
         "experts": _exchange_of_experts(work, share, again),
-    }
+    } | ({} if work.teacher is None else {"teacher": _teacher_seconds(work, share)})
+
+
+def _teacher_seconds(work: Workload, share: _Share) -> float:
+    model, chip, p = work.model, work.chip, work.number_bytes
+    assert work.teacher is not None
+    positions = np.arange(work.stage.sequence_length)
+    attention = kernels(work.chip_name, model, work.teacher, positions).seconds.values()
+    products = sum((row.matrix + 2 * row.output) * row.active_size for row in work.parameters)
+    passes = PASSES / 3 * model.num_hidden_layers * kept_bytes(work, "none", share.tensor, share.settings.expert)
+    logits = LOGIT_PASSES / 2 * model.vocab_size / share.tensor * 4
+    a_token = 2 * products / share.tensor / (work.peak * chip.matmul_share) + (passes + logits) / chip.hbm_bytes
+    a_token += sum(float(one.forward.mean()) for one in attention) / share.tensor
+    group = share.partition.size("embed")
+    split = _local(tuple(row for row in work.parameters if "embed" in row.axes), share.partition)
+    states = share.tokens * model.hidden_size * p
+    whole = sum(kind != WINDOW for kind in work.teacher.layer_types)
+    return (
+        share.tokens * a_token
+        + _ring(work, p * split * group, group, share.pieces)
+        + (_ring(work, _row_of_keys(work, share), share.context, whole) if share.context > 1 else 0.0)
+        + _ring(work, states, share.tensor, 4 * model.num_hidden_layers)
+        + _ring(work, share.settings.expert * states, share.settings.expert, 2 * len(model.sparse_layers))
+    )
 
 
 def _attention(work: Workload, share: _Share) -> float:
     flops, forward, backward = work.attention
     length, pieces = work.stage.sequence_length, share.context
-    zigzagged = in_zigzag(work.config.sequence_order, work.pattern, length, pieces)
+    zigzagged = in_zigzag(work.config.sequence_order, work.patterns, length, pieces)
     forward *= 2 if share.settings.remat == "layer" else 1
     busiest = busiest_device(flops, pieces, zigzagged)  # keeps the others waiting
     return busiest * share.tokens / share.tensor * (forward + backward)

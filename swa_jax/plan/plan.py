@@ -45,6 +45,7 @@ from swa_jax.train.config import ModelChanges, StageConfig, TrainConfig
 from swa_jax.train.optimizer import make_optimizer
 from swa_jax.train.patterns import Start, find_start, stage_patterns
 from swa_jax.train.step import TrainState, init_state, make_step
+from swa_jax.train.teacher import find_teacher, kept_weights
 
 
 class TracedStep(NamedTuple):
@@ -56,6 +57,7 @@ class TracedStep(NamedTuple):
     model: Decoder
     batch: dict[str, int]
     zigzag: bool = False  # whether rows lie in zig-zag order over `context`
+    teacher: AttentionPattern | None = None  # of distillation in the step
 
 
 def plan(
@@ -111,6 +113,8 @@ def _report(traced: TracedStep, config: TrainConfig, step: Step, devices: Sequen
         "parameters": sum(math.prod(x.shape) for x in jax.tree.leaves(nnx.state(traced.model))),
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "libtpu")},
     }
+    if traced.teacher is not None:
+        report["teacher"] = str(traced.teacher)
     if step != "train":
         report["by_position"] = _by_position(traced)
         report["cache_read_seconds"] = _cache_read_seconds(traced, report["by_position"], target)
@@ -139,7 +143,7 @@ def _counted(
     sends = collectives(program, counts, mesh, slices)
     of_model = model.config, model.pattern, model.lora, config.training.remat
     rows, length = traced.batch["rows"], traced.batch["length"]
-    work = StepWork(step, chip_name(kind) or kind, *of_model, rows, length, mesh, slices, traced.zigzag)
+    work = StepWork(step, chip_name(kind) or kind, *of_model, rows, length, mesh, slices, traced.zigzag, traced.teacher)
     attention = attention_of(work)
     flops = step_flops(work, attention, hlo.matmul_flops(program, counts, mesh["expert"]))
     times = step_time(work, attention, flops["model"], program, counts, sends, shares)
@@ -228,7 +232,9 @@ def planned_start(config: TrainConfig) -> Start:
                 f"{error}; a plan needs the model's shapes only: plan_model=configs/models/NAME.yaml"
             ) from error
     model = config.model_changes.apply(load_config(ModelConfig, config.plan_model))
-    return find_start(dataclasses.replace(config, model=model, init_from=None, model_changes=ModelChanges()))
+    return find_start(
+        dataclasses.replace(config, model=model, init_from=None, model_changes=ModelChanges(), distill=None)
+    )
 
 
 def trace_training(config: TrainConfig, stage: StageConfig, start: Start, devices: Sequence[Any]) -> TracedStep:
@@ -246,13 +252,13 @@ def trace_training(config: TrainConfig, stage: StageConfig, start: Start, device
         plain = Decoder(model_config, pattern, dtype=config.start_dtype, rngs=nnx.Rngs(0))
         return plain if config.lora is None else with_lora(plain, config.lora, nnx.Rngs(0))
 
-    model = nnx.eval_shape(draw)
+    model, teacher = nnx.eval_shape(draw), find_teacher(config, start)
     optimizer = make_optimizer(config.optimizer, config.total_steps, model_config, config.rate_factors)
     graph, weights = nnx.split(model)
 
     def begin(weights: nnx.State) -> TrainState:
         trained, frozen = trained_and_frozen(nnx.merge(graph, weights))
-        return init_state(trained, optimizer, frozen)
+        return init_state(trained, optimizer, frozen, kept_weights(config, teacher, trained))
 
     shapes: TrainState = jax.eval_shape(begin, weights)
     state = jax.tree.map(_placed, shapes, state_shardings(shapes, partition, model_config))
@@ -263,17 +269,21 @@ def trace_training(config: TrainConfig, stage: StageConfig, start: Start, device
     if pattern.full_attention_decode:
         one_each = partition.sharding("batch", None)
         batch["full_from"] = jax.ShapeDtypeStruct((stage.batch_size, 1), jnp.int32, sharding=one_each)
-    if config.kl_top_k is not None:
+    if config.top_k is not None:
         for name, dtype in (("top_tokens", jnp.int32), ("top_logprobs", jnp.float32)):
-            batch[name] = jax.ShapeDtypeStruct((*size, config.kl_top_k), dtype, sharding=rows)
-    run: Any = make_step(model, optimizer, config, partition)
+            batch[name] = jax.ShapeDtypeStruct((*size, config.top_k), dtype, sharding=rows)
+    run: Any = make_step(model, optimizer, config, partition, teacher)
     held = {"parameters": (state.params, state.frozen), "optimizer": (state.optimizer, state.norm_mean), "batch": batch}
+    if teacher is not None:
+        held["teacher"] = state.teacher
     described = {"rows": size[0], "length": size[1], "accumulate": stage.pieces}
     pieces = partition.size("sequence")
-    reordered = in_zigzag(config.sequence_order, pattern, stage.sequence_length, pieces)
+    theirs = None if teacher is None else teacher.pattern
+    computed = [pattern] if theirs is None else [pattern, theirs]
+    reordered = in_zigzag(config.sequence_order, computed, stage.sequence_length, pieces)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         program = run.trace(state, batch, stage.pieces)
-    return TracedStep(program, held, mesh, model, described, reordered)
+    return TracedStep(program, held, mesh, model, described, reordered, theirs)
 
 
 def trace_generation(

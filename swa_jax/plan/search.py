@@ -23,7 +23,7 @@ from swa_jax.plan.cost import StepEstimate, Workload, estimate, least_bytes
 from swa_jax.plan.plan import check_stage
 from swa_jax.train.compiler import check_options
 from swa_jax.train.config import TrainConfig
-from swa_jax.train.patterns import Start, stage_patterns
+from swa_jax.train.patterns import Start, stage_patterns, teacher_pattern
 
 MARGIN = 1.1  # of a chip's memory: an estimate above it is not compiled, as long as nothing has corrected it
 TRIES = 6
@@ -107,7 +107,9 @@ def workload(config: TrainConfig, start: Start, devices: Sequence[Any], stage: i
     check_stage(config, stage)
     check_options(config.xla_options, devices[0])
     pattern = stage_patterns(config, start, config.stages[stage])[0]
-    return Workload(config, stage, start.config, pattern, chip_name(devices[0].device_kind) or "", len(devices))
+    teacher = teacher_pattern(config, start) if config.teaches else None
+    chip = chip_name(devices[0].device_kind) or ""
+    return Workload(config, stage, start.config, pattern, chip, len(devices), teacher)
 
 
 def search(

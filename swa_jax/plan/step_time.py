@@ -22,6 +22,9 @@ Step = Literal["train", "prefill", "decode"]
 ROUTED_SHARE = 0.13  # of the tokens, to full attention, after SwiAttn's training (paper, Figure 4)
 
 
+TEACHER = "teacher"
+
+
 class StepWork(NamedTuple):
     """What the operations and the time of a step depend on, beside its program."""
 
@@ -36,6 +39,7 @@ class StepWork(NamedTuple):
     mesh: dict[str, int]  # devices along each axis
     slices: int
     zigzag: bool  # whether rows lie in zig-zag order over `context`
+    teacher: AttentionPattern | None = None  # of a forward pass beside the step's own
 
     @property
     def devices(self) -> int:
@@ -50,7 +54,7 @@ class AttentionCost(NamedTuple):
     """Operations and seconds of one chip's attention in a step."""
 
     flops: Passes  # of all kernels
-    seconds: dict[str, Passes]  # by type of layer, on the device that sees the most keys
+    seconds: dict[str, Passes]  # by type of layer, a teacher's as TEACHER, on the device that sees the most keys
     busiest: float  # how many times the mean that device's are
     measured: dict[str, float]  # as in `kernels.Kernels`
     assumed: dict[str, float]
@@ -72,15 +76,23 @@ def attention_of(work: StepWork) -> AttentionCost:
     flops = Passes(
         *(factor * sum(float(one[i].sum()) for one in found.flops.values()) for i, factor in enumerate(times))
     )
-    busiest = 1.0
-    if work.step == "train":
-        by_position = np.sum([one.forward for one in found.flops.values()], axis=0)
-        busiest = busiest_device(by_position, work.mesh["context"], work.zigzag)
     seconds = {
-        kind: Passes(*(busiest * factor * float(one[i].sum()) for i, factor in enumerate(times)))
+        kind: Passes(*(factor * float(one[i].sum()) for i, factor in enumerate(times)))
         for kind, one in found.seconds.items()
     }
-    return AttentionCost(flops, seconds, busiest, found.measured, found.assumed)
+    by_position = np.sum([one.forward for one in found.flops.values()], axis=0)
+    measured, assumed = found.measured, found.assumed
+    if work.teacher is not None:
+        theirs = kernels(work.chip, work.model, work.teacher, positions)
+        once = times.backward  # what remat does not run again
+        by_position = by_position + (more := np.sum([one.forward for one in theirs.flops.values()], axis=0))
+        flops = flops._replace(forward=flops.forward + once * float(more.sum()))
+        lasting = sum(float(one.forward.sum()) for one in theirs.seconds.values())
+        seconds[TEACHER] = Passes(once * lasting, 0.0)
+        measured, assumed = measured | theirs.measured, assumed | theirs.assumed
+    busiest = busiest_device(by_position, work.mesh["context"], work.zigzag) if work.step == "train" else 1.0
+    seconds = {kind: Passes(*(busiest * one for one in passes)) for kind, passes in seconds.items()}
+    return AttentionCost(flops, seconds, busiest, measured, assumed)
 
 
 def step_flops(work: StepWork, attention: AttentionCost, matmuls: float) -> dict[str, float]:
@@ -88,7 +100,9 @@ def step_flops(work: StepWork, attention: AttentionCost, matmuls: float) -> dict
     wanted = matmuls + attention.flops.forward
     if work.step == "train":
         tokens = work.rows * work.length / work.devices
-        wanted = tokens * train_flops_per_token(work.model, work.pattern, work.length, ROUTED_SHARE, work.lora)
+        wanted = tokens * train_flops_per_token(
+            work.model, work.pattern, work.length, ROUTED_SHARE, work.lora, work.teacher
+        )
     return {
         "model": wanted,
         "matmuls": matmuls,

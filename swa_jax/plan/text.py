@@ -9,6 +9,7 @@ from swa_jax.base.chips import GIB
 _MEMORY = {
     "parameters": "parameters",
     "optimizer": "optimizer",
+    "teacher": "weights of the teacher beside them",
     "cache": "key/value caches",
     "batch": "batch",
     "activations": "activations kept for the backward pass",
@@ -27,6 +28,7 @@ def describe(plan: dict[str, Any]) -> str:
         f"mesh: {mesh}",
         f"batch: {batch}",
         f"model: {plan['parameters'] / 1e9:.2f}B parameters; {plan['pattern'].splitlines()[0]}",
+        *([f"teacher, a forward pass more: {plan['teacher'].splitlines()[0]}"] if "teacher" in plan else []),
         "",
         *_memory_lines(plan["memory"]),
     ]

@@ -15,7 +15,7 @@ from swa_jax.model.sequence_order import SequenceOrder
 from swa_jax.model.sharding import AUTO, Auto, MeshConfig, ShardingRules
 from swa_jax.model.window import Window
 from swa_jax.train.compiler import XlaOptions
-from swa_jax.train.objectives import SwitchLoss
+from swa_jax.train.objectives import Distill, SwitchLoss
 from swa_jax.train.optimizer import OptimizerConfig
 
 # SwiAttn's comparison from one file: what each method trains. "swa-zero-shot" is the windowed model as it is.
@@ -95,7 +95,7 @@ class TrainConfig:
     lora: LoraConfig | None = None  # train adapters of `init_from`'s projections, and routers, in place of all weights
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     switch_loss: SwitchLoss = dataclasses.field(default_factory=SwitchLoss)
-    kl_top_k: int | None = None  # in place of cross-entropy: KL to this many log-probabilities of distilled data
+    distill: Distill | None = None  # learn from the model that the run starts from, beside the data
     z_loss: float = 0.0  # weight of the mean squared log of the softmax's denominator
     router_aux_loss_coef: float = 0.0  # weight of the loss that spreads tokens over a model's experts
     on_nonfinite: Literal["stop", "skip"] = "stop"  # a loss or gradient that is no number
@@ -143,17 +143,21 @@ class TrainConfig:
                     f"{stage.accumulate}"
                 )
         others = [source.kind for stage in self.stages for source in stage.data if source.kind != "distilled"]
-        if self.kl_top_k is not None and others:
+        if self.top_k is not None and others:
             raise ConfigError(
-                f"'kl_top_k' needs the log-probabilities of distilled data, which a source of kind '{others[0]}' has "
-                "not: train on kind 'distilled' alone"
+                f"'distill.top_k' needs the log-probabilities of distilled data, which a source of kind '{others[0]}' "
+                "has not: train on kind 'distilled' alone"
+            )
+        if self.teaches and self.init_from is None:
+            raise ConfigError(
+                "'distill' learns from the model that the run starts from, and one drawn at random knows nothing: set "
+                "'init_from' in place of 'model'"
             )
         for name in ("checkpoint_every", "keep_checkpoints", "validation_batches"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"'{name}' must be at least 1, got {getattr(self, name)}")
         optional = {
-            name: getattr(self, name)
-            for name in ("keep_checkpoint_period", "validate_every", "sliding_window", "kl_top_k")
+            name: getattr(self, name) for name in ("keep_checkpoint_period", "validate_every", "sliding_window")
         } | {f"stages.{i}.sliding_window": stage.sliding_window for i, stage in enumerate(self.stages)}
         for name, value in optional.items():
             if value is not None and value < 1:
@@ -162,6 +166,16 @@ class TrainConfig:
             raise ConfigError(f"'log.every' must be at least 1, got {self.log.every}")
         if self.spike_factor is not None and self.spike_factor <= 1:
             raise ConfigError(f"'spike_factor' must be greater than 1, got {self.spike_factor}")
+
+    @property
+    def top_k(self) -> int | None:
+        """How many log-probabilities of distilled data are learned."""
+        return None if self.distill is None else self.distill.top_k
+
+    @property
+    def teaches(self) -> bool:
+        """Whether a teacher runs in the step."""
+        return self.distill is not None and self.distill.top_k is None
 
     @property
     def window(self) -> Window:

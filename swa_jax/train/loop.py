@@ -51,6 +51,7 @@ from swa_jax.train.run_checkpoints import RunCheckpoints, from_first_process, ha
 from swa_jax.train.run_log import RunLog, draw_losses
 from swa_jax.train.stage_data import local_rows, open_stages, stage_batches
 from swa_jax.train.step import TrainState, abstract_state, init_state, make_step, make_validation_loss, shard_state
+from swa_jax.train.teacher import check_teacher_fits, find_teacher, kept_weights
 from swa_jax.train.worker import check_lease, compile_together, meet
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class CheckedRun:
     model_config: ModelConfig
     pattern: AttentionPattern
     patterns: list[list[AttentionPattern]]  # by stage: those that its steps take in turn
+    teacher: Decoder | None  # of distillation in the step, without weights
     batches: dict[int, Batches]  # by stage: of those that are still to come
 
     @property
@@ -95,7 +97,7 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
     run = _prepare(config)
     meet()
     trained, frozen = trained_and_frozen(run.model)
-    state = init_state(trained, run.optimizer, frozen)
+    state = init_state(trained, run.optimizer, frozen, kept_weights(config, run.teacher, trained))
     state = shard_state(state, run.partition, run.model.config)
     folder = run.folder / "checkpoints"
     if config.init_optimizer and not from_first_process(lambda: has_checkpoint(folder)):
@@ -110,9 +112,8 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
     ):
         data_state = None
         if checkpoints.newest is not None:
-            frozen = state.frozen
-            state, data_state = checkpoints.restore(abstract_state(state.without_frozen()))
-            state = dataclasses.replace(state, frozen=frozen)
+            restored, data_state = checkpoints.restore(abstract_state(state.without_frozen()))
+            state = restored.with_frozen(state)
         done = int(state.step)
         peak = peak_flops(jax.devices()[0].device_kind)
         whole = None if peak is None else peak * jax.device_count()
@@ -147,11 +148,12 @@ class _Session:
         if data_state is not None:
             batches.set_state(data_state)
         models = [run.model.with_pattern(pattern) for pattern in run.patterns[number]]
-        steps = [make_step(model, run.optimizer, config, partition) for model in models]
+        steps = [make_step(model, run.optimizer, config, partition, run.teacher) for model in models]
         losses = [make_validation_loss(model, config, partition) for model in models]
         tokens, end = stage.batch_size * stage.sequence_length, start + stage.steps
+        length, own = stage.sequence_length, None if run.teacher is None else run.teacher.pattern
         flops = [
-            tokens * train_flops_per_token(model.config, model.pattern, stage.sequence_length, lora=model.lora)
+            tokens * train_flops_per_token(model.config, model.pattern, length, lora=model.lora, teacher=own)
             for model in models
         ]
         first = int(state.step)
@@ -339,11 +341,14 @@ def check_run(config: TrainConfig, devices: int | None = None) -> CheckedRun:
         check_earlier_run(config)
     pattern = run_pattern(config, start)
     patterns = [stage_patterns(config, start, stage) for stage in config.stages]
-    check_patterns(config, patterns, SWITCH in pattern.layer_types)
+    teacher = find_teacher(config, start)
+    check_patterns(config, patterns, SWITCH in pattern.layer_types, None if teacher is None else teacher.pattern)
+    if teacher is not None and devices is None:
+        check_teacher_fits(config, teacher)
     for source in (source for stage in config.stages for source in stage.data):
         check_source(source, tokenizer)  # better found now than when its stage begins
     batches = open_stages(config, tokenizer, partition if devices is None else None)
-    return CheckedRun(config, tokenizer, partition, model_config, pattern, patterns, batches)
+    return CheckedRun(config, tokenizer, partition, model_config, pattern, patterns, teacher, batches)
 
 
 def _prepare(config: TrainConfig) -> TrainingRun:
@@ -381,7 +386,7 @@ def random_model(config: ModelConfig, pattern: AttentionPattern, seed: int, part
 
 
 CONFIG_FILE = "config.yaml"
-BASE_FILE = "base.sha256"  # of the model that adapters are trained on, which checkpoints do not hold
+BASE_FILE = "base.sha256"  # of the model that adapters are trained on, or that teaches: checkpoints do not hold it
 # When a run goes on: where it computes and what it tells, not what it learns. The output may have been moved.
 _MAY_CHANGE = ("mesh", "sharding", "log", "output")
 
@@ -439,14 +444,15 @@ def _check_same_run(run: Path, config: TrainConfig, base: str | None) -> None:
         )
     if base is not None and ((old := recorded(run, BASE_FILE)) is None or old.read_text() != base):
         raise ConfigError(
-            f"'init_from' = {config.init_from} is not the model that the adapters in {run} were trained on: bring "
-            "that one back, or set 'output' to a new folder"
+            f"'init_from' = {config.init_from} is not the model that the run in {run} began with: bring that "
+            "one back, or set 'output' to a new folder"
         )
 
 
 def _base_digest(config: TrainConfig) -> str | None:
-    """The sum of the manifest of the frozen weights under LoRA; it holds the sums of their files."""
-    if config.lora is None:
+    """The sum of the manifest of the weights that stay as they are, under LoRA and of a teacher; it holds the sums of
+    their files."""
+    if config.lora is None and not config.teaches:
         return None
     assert config.init_from is not None
     return sum_of_file(Path(config.init_from) / MANIFEST_FILE)

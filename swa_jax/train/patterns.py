@@ -24,7 +24,13 @@ class Start(NamedTuple):
     """What is known of a run's model before it is drawn or read."""
 
     config: ModelConfig  # with the changes that the run asks for
-    window: int | None  # of the checkpoint's own pattern, which recipes take; None: it has none, or the model is drawn
+    pattern: AttentionPattern | None  # the checkpoint's own; None: the model is drawn
+    teacher: ModelConfig  # with those changes that a teacher has too
+
+    @property
+    def window(self) -> int | None:
+        """The window that recipes take; None: there is none."""
+        return None if self.pattern is None else self.pattern.sliding_window
 
 
 def with_folders(config: TrainConfig) -> TrainConfig:
@@ -44,11 +50,12 @@ def find_start(config: TrainConfig) -> Start:
     Raises `ConfigError`: as `open_checkpoint`, or 'nope_full_layers' would leave the model without positions.
     """
     if config.model is not None:
-        start = Start(config.model, None)
+        start = Start(config.model, None, config.model)
     else:
         assert config.init_from is not None
         source = open_checkpoint(model_folder(config.init_from))
-        start = Start(config.model_changes.apply(source.config), source.pattern.sliding_window)
+        changed = config.model_changes.apply(source.config)
+        start = Start(changed, source.pattern, changed)
     return _without_rope_in_full_layers(config, start) if config.nope_full_layers else start
 
 
@@ -77,17 +84,36 @@ def run_pattern(
     return load_pattern(source, start.config, window, default_window=start.window, seed=config.seed)
 
 
+def teacher_pattern(config: TrainConfig, start: Start) -> AttentionPattern:
+    """The pattern of the teacher that runs in the step. Raises `ConfigError` for one that has no weights."""
+    assert config.distill is not None
+    name, model = config.distill.teacher, start.teacher
+    # A plan may come before the model is there.
+    pattern = start.pattern or AttentionPattern((FULL,) * model.num_hidden_layers)
+    if name is not None:
+        pattern = load_pattern(name, model, default_window=start.window, seed=config.seed)
+    if SWITCH in pattern.layer_types:
+        raise ConfigError(
+            "the teacher of 'distill' has routed layers, and its routers would be those that are trained: set "
+            "'distill.teacher' to another pattern, such as full"
+        )
+    return pattern
+
+
 def stage_patterns(config: TrainConfig, start: Start, stage: StageConfig) -> list[AttentionPattern]:
     """Those that the steps of a stage take in turn."""
     return [run_pattern(config, start, name, stage) for name in stage.patterns or (None,)]
 
 
-def check_patterns(config: TrainConfig, patterns: list[list[AttentionPattern]], routed: bool) -> None:
+def check_patterns(
+    config: TrainConfig, patterns: list[list[AttentionPattern]], routed: bool, teacher: AttentionPattern | None = None
+) -> None:
     """Raise `ConfigError` for patterns that the run's model or a stage's data cannot be trained under."""
     for number, (stage, chosen) in enumerate(zip(config.stages, patterns, strict=True)):
         for pattern in chosen:
             if (SWITCH in pattern.layer_types) != routed:
                 raise ConfigError(f"'stages.{number}.patterns' and 'pattern' must both be routed, or neither")
+        for pattern in chosen if teacher is None else [*chosen, teacher]:
             without = [source.kind for source in stage.data if source.kind not in ANSWERED]
             if pattern.full_attention_decode and without:
                 raise ConfigError(

@@ -55,7 +55,7 @@ def stage_batches(
         seed=config.seed + 1000 * number,
         rows=local_rows(partition, rows),
         held_out=held_out,
-        top_logprobs=config.kl_top_k or 0,
+        top_logprobs=config.top_k or 0,
     )
 
 

@@ -11,19 +11,26 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from pallas_kernels.math.spec import segment_positions
 from swa_jax.model.attention import Routing, cast_parameters
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import SWITCH
-from swa_jax.model.loss import Teacher, next_token_targets
-from swa_jax.model.sequence_order import in_zigzag, zigzag
+from swa_jax.model.loss import Teacher, TeacherStates, TokenLoss, next_token_targets
 from swa_jax.model.sharding import Partition, constrain, state_shardings
 from swa_jax.train.compiler import compiler_options
 from swa_jax.train.config import TrainConfig
-from swa_jax.train.objectives import Totals, load_balancing_loss, mean_by_layer, switch_regularizer, totals_of
+from swa_jax.train.objectives import (
+    Distill,
+    Totals,
+    hidden_error,
+    load_balancing_loss,
+    mean_by_layer,
+    switch_regularizer,
+    totals_of,
+)
+from swa_jax.train.rows import Batch, held_rows
+from swa_jax.train.teacher import make_teacher
 
-Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
 SPIKE_DECAY = 0.98  # of the running mean of gradient norms
@@ -39,21 +46,29 @@ class TrainState:
     norm_mean: jax.Array  # f32: running mean of the gradient norm, not debiased
     skipped: jax.Array  # int32: updates left out for their gradient
     frozen: Any = dataclasses.field(default_factory=lambda: nnx.State({}))  # the rest of the model, under LoRA
+    teacher: Any = dataclasses.field(default_factory=lambda: nnx.State({}))  # `kept_weights`
 
     def without_frozen(self) -> TrainState:
-        """What a checkpoint holds: the frozen weights are those of the model that the run starts from."""
-        return dataclasses.replace(self, frozen=nnx.State({}))
+        """What a checkpoint holds: all else is of the model that the run starts from."""
+        return dataclasses.replace(self, frozen=nnx.State({}), teacher=nnx.State({}))
+
+    def with_frozen(self, other: TrainState) -> TrainState:
+        """The same with what a checkpoint has not, of another state."""
+        return dataclasses.replace(self, frozen=other.frozen, teacher=other.teacher)
 
 
-def init_state(params: Any, optimizer: optax.GradientTransformation, frozen: Any = None) -> TrainState:
-    """The state before step 0; `frozen`: the parameters that are not trained, if there are any."""
+def init_state(
+    params: Any, optimizer: optax.GradientTransformation, frozen: Any = None, teacher: Any = None
+) -> TrainState:
+    """The state before step 0; `frozen`: the parameters that are not trained, and `teacher`: `kept_weights`, if there
+    are any."""
 
     def zero(dtype: Any) -> jax.Array:
         return jnp.zeros((), dtype)  # an array for each leaf: a step consumes them all
 
-    rest = nnx.State({}) if frozen is None else frozen
+    rest, kept = (nnx.State({}) if one is None else one for one in (frozen, teacher))
     moments = optimizer.init(params)
-    return TrainState(zero(jnp.int32), params, moments, zero(jnp.float32), zero(jnp.int32), rest)
+    return TrainState(zero(jnp.int32), params, moments, zero(jnp.float32), zero(jnp.int32), rest, kept)
 
 
 def shard_state(state: TrainState, partition: Partition | None, model: ModelConfig) -> TrainState:
@@ -69,21 +84,26 @@ def abstract_state(state: TrainState) -> TrainState:
 
 
 def make_step(
-    model: Decoder, optimizer: optax.GradientTransformation, config: TrainConfig, partition: Partition | None
+    model: Decoder,
+    optimizer: optax.GradientTransformation,
+    config: TrainConfig,
+    partition: Partition | None,
+    teacher: Decoder | None = None,
 ) -> Callable[[TrainState, Batch, int], tuple[TrainState, Metrics]]:
     """`step(state, batch, pieces) -> (state, metrics)`, compiled; the state passed in is consumed.
 
     `batch` has leaves [B, T] (and `full_from` [B, segments]); it is taken in `pieces` pieces of B / pieces rows. What
-    LoRA's dropout drops depends on the configuration's seed, the step and the piece, on no mesh.
+    LoRA's dropout drops depends on the configuration's seed, the step and the piece, on no mesh. `teacher` is what
+    `find_teacher` gives.
     """
-    loss_of = make_loss(model, config, partition)
+    loss_of = make_loss(model, config, partition, teacher)
     drops = model.lora is not None and model.lora.dropout > 0
 
     def step(state: TrainState, batch: Batch, pieces: int) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.key(config.seed), state.step) if drops else None
 
         def loss(params: Any, piece: Batch, totals: Totals, key: jax.Array | None) -> tuple[jax.Array, Metrics]:
-            return loss_of(params, state.frozen, piece, totals, key)
+            return loss_of(params, state.frozen, piece, totals, key, state)
 
         gradients, metrics = _gradients(loss, state.params, batch, pieces, partition, key)
         norm = optax.tree.norm(gradients)
@@ -97,7 +117,7 @@ def make_step(
             unchanged = (state.params, state.optimizer, state.norm_mean)
             changed = jax.tree.map(lambda new, old: jnp.where(accepted, new, old), changed, unchanged)
             skipped = metrics["skipped_updates"] = skipped + (1 - accepted.astype(jnp.int32))
-        new_state = TrainState(state.step + 1, *changed, skipped, state.frozen)
+        new_state = TrainState(state.step + 1, *changed, skipped, state.frozen, state.teacher)
         if partition is not None:
             shardings = state_shardings(new_state, partition, model.config)
             new_state = jax.lax.with_sharding_constraint(new_state, shardings)
@@ -123,65 +143,95 @@ def make_validation_loss(
 
 
 def make_loss(
-    model: Decoder, config: TrainConfig, partition: Partition | None
-) -> Callable[[Any, Any, Batch, Totals, jax.Array | None], tuple[jax.Array, Metrics]]:
-    """`loss(params, frozen, batch, totals, dropout_key) -> (objective, metrics)`; every mean is a sum over the batch by
-    `totals`, so that the pieces of a batch add up to the whole."""
+    model: Decoder, config: TrainConfig, partition: Partition | None, teacher: Decoder | None = None
+) -> Callable[..., tuple[jax.Array, Metrics]]:
+    """`loss(params, frozen, batch, totals, dropout_key, state) -> (objective, metrics)`; every mean is a sum over the
+    batch by `totals`, so that the pieces of a batch add up to the whole. `state`, of which only the step and the
+    teacher's weights are read, may be left out where there is no teacher."""
     graph, _ = nnx.split(model)  # every variable of the model is a parameter
+    patterns = [model.pattern] if teacher is None else [model.pattern, teacher.pattern]
+    teach = None if teacher is None else make_teacher(teacher, config, partition)
+    distill = config.distill
 
     def loss_of(
-        params: Any, frozen: Any, batch: Batch, totals: Totals, dropout_key: jax.Array | None
+        params: Any,
+        frozen: Any,
+        batch: Batch,
+        totals: Totals,
+        dropout_key: jax.Array | None,
+        state: TrainState | None = None,
     ) -> tuple[jax.Array, Metrics]:
         if config.bfloat16:
             params, frozen = cast_parameters((params, frozen), jnp.bfloat16)
         model = nnx.merge(graph, params, frozen)
-        ids, segments = batch["tokens"], batch["segment_ids"]
-        targets, weights = next_token_targets(ids, segments, batch["weights"])
-        teacher = None
+        rows = held_rows(batch, partition, config.sequence_order, patterns, dropping=dropout_key is not None)
+        targets, weights = next_token_targets(batch["tokens"], batch["segment_ids"], batch["weights"])
+        lesson = None if teach is None or state is None else teach(state.teacher, state.frozen, batch, rows)
+        said: Any = None
+        heard = weights
         if "top_tokens" in batch:  # distilled data: the log-probabilities of each place's target
-            teacher = Teacher(*(jnp.roll(batch[name], -1, axis=1) for name in ("top_tokens", "top_logprobs")))
-        layout, positions = partition, None
-        # Dropout is drawn for the places of a row, which it is not to lose its order for.
-        pieces = 1 if partition is None or dropout_key is not None else partition.size("sequence")
-        if partition is not None and in_zigzag(config.sequence_order, model.pattern, ids.shape[1], pieces):
-            layout = dataclasses.replace(partition, zigzag=True)
-            arrays = ids, segments, segment_positions(segments), targets, weights, teacher
-            ids, segments, positions, targets, weights, teacher = jax.tree.map(
-                lambda x: constrain(zigzag(x, pieces), partition, "batch", "sequence"), arrays
-            )
-        hidden, routing = model.features(
-            ids,
-            segment_ids=segments,
-            positions=positions,
-            full_from=model.pattern.full_from(batch["full_from"]) if "full_from" in batch else None,
-            partition=layout,
+            said = Teacher(*(jnp.roll(batch[name], -1, axis=1) for name in ("top_tokens", "top_logprobs")))
+        elif distill is not None and distill.tokens == "all":
+            _, heard = next_token_targets(batch["tokens"], batch["segment_ids"], None)
+        targets, weights, said, heard = rows.as_held((targets, weights, said, heard))
+        hidden, routing, errors = model.watched_features(
+            rows.tokens,
+            rows.segment_ids,
+            rows.positions,
+            model.pattern.full_from(batch["full_from"]) if "full_from" in batch else None,
+            partition=rows.partition,
             training=config.training._replace(dropout_key=dropout_key),
+            watch=lambda x, theirs: None if theirs is None else hidden_error(x, theirs),
+            beside=None if lesson is None else lesson.streams,
         )
-        tokens = model.token_loss(hidden, targets, weights, teacher=teacher, partition=partition)
-
-        def mean(values: jax.Array) -> jax.Array:
-            return jnp.sum(values * tokens.weight) / totals.weight
-
-        loss = language_loss = mean(tokens.nll)
-        metrics = {"loss": language_loss, "accuracy": mean(tokens.correct)}
-        if tokens.divergence is not None:
-            loss = metrics["divergence"] = mean(tokens.divergence)
-        if config.z_loss:
-            metrics["z_loss"] = mean(jnp.square(tokens.log_z))
-            loss = loss + config.z_loss * metrics["z_loss"]
-        if routing.experts is not None:
-            counted = jnp.sum(segments != 0)
-            balance = load_balancing_loss(routing.experts, len(model.config.sparse_layers), counted)
-            # Not a sum over tokens: the pieces of a batch have each their own, and count by their tokens.
-            metrics["load_balancing_loss"] = balance = balance * counted / totals.tokens
-            loss = loss + config.router_aux_loss_coef * balance
-        if SWITCH in model.pattern.layer_types:
-            metrics["regularization"] = switch_regularizer(routing, tokens, config.switch_loss, totals.targets)
-            metrics |= _routing_metrics(routing, segments, totals)
-            loss = loss + metrics["regularization"]
-        return loss, metrics
+        if lesson is not None and distill is not None:
+            said = TeacherStates(lesson.hidden, lesson.head, heard, distill.temperature)
+        tokens = model.token_loss(hidden, targets, weights, teacher=said, partition=partition)
+        means = {"loss": tokens.nll, "accuracy": tokens.correct}
+        metrics = {name: jnp.sum(values * weights) / totals.weight for name, values in means.items()}
+        loss = metrics["loss"]
+        if distill is not None and tokens.divergence is not None:
+            metrics |= (learned := _taught(distill, tokens, errors, heard, totals))
+            share = distill.share(0 if state is None else state.step, config.total_steps)
+            # Divided by the temperature twice, the gradient of the KL is multiplied by it twice (Hinton et al., 2015).
+            loss = (1 - share) * loss + share * distill.temperature**2 * learned["divergence"]
+            loss = loss + distill.hidden * learned.get("hidden_error", 0.0)
+        added, others = _added(config, model, tokens, routing, rows.segment_ids, totals)
+        return loss + added, metrics | others
 
     return loss_of
+
+
+def _taught(distill: Distill, tokens: TokenLoss, errors: Any, heard: jax.Array, totals: Totals) -> Metrics:
+    """The means of what is learned of a teacher, over the tokens that have weight in `heard` [B, T]."""
+    total = totals.followed if distill.tokens == "all" else totals.weight
+    assert tokens.divergence is not None
+    means = {"divergence": jnp.sum(tokens.divergence * heard) / total}
+    if errors is not None:
+        means["hidden_error"] = jnp.sum(jnp.mean(errors, axis=0) * heard) / total
+    return means
+
+
+def _added(
+    config: TrainConfig, model: Decoder, tokens: TokenLoss, routing: Routing, segments: jax.Array, totals: Totals
+) -> tuple[jax.Array | float, Metrics]:
+    """What is added to the loss of the tokens, whoever teaches them, and its metrics."""
+    loss: jax.Array | float = 0.0
+    metrics: Metrics = {}
+    if config.z_loss:
+        metrics["z_loss"] = jnp.sum(jnp.square(tokens.log_z) * tokens.weight) / totals.weight
+        loss = loss + config.z_loss * metrics["z_loss"]
+    if routing.experts is not None:
+        counted = jnp.sum(segments != 0)
+        balance = load_balancing_loss(routing.experts, len(model.config.sparse_layers), counted)
+        # Not a sum over tokens: the pieces of a batch have each their own, and count by their tokens.
+        metrics["load_balancing_loss"] = balance = balance * counted / totals.tokens
+        loss = loss + config.router_aux_loss_coef * balance
+    if SWITCH in model.pattern.layer_types:
+        metrics["regularization"] = switch_regularizer(routing, tokens, config.switch_loss, totals.targets)
+        metrics |= _routing_metrics(routing, segments, totals)
+        loss = loss + metrics["regularization"]
+    return loss, metrics
 
 
 def _routing_metrics(routing: Routing, segments: jax.Array, totals: Totals) -> Metrics:

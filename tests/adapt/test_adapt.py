@@ -26,6 +26,7 @@ from swa_jax.checkpoint.named import bundled
 from swa_jax.checkpoint.served_cache import Memory
 from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.evaluate.examples import Example
+from swa_jax.train.objectives import Distill
 
 ROOT = Path(__file__).parents[2]
 
@@ -363,7 +364,7 @@ def test_fine_tuning_on_the_models_own_replies(tmp_path):
     job = small_job(tmp_path, tune=2, tune_prompts=questions, reply_tokens=8)
     config = tuning(job, Path("p.json"))
     (source,) = config.stages[0].data
-    assert (source.kind, config.kl_top_k) == ("distilled", 16)
+    assert (source.kind, config.distill) == ("distilled", Distill(top_k=16))
     assert source.files == (str(tmp_path / "out/adapt/replies.jsonl"),)
     assert job.replies.keep == "none"  # not every prompt has an answer
     assert len(job.replies.samples) == 8

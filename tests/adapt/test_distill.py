@@ -138,7 +138,7 @@ def test_what_is_stored_of_a_reply(checkpoint, prompts, tmp_path):
     assert ended > 0
     assert read_distilled((out,), tokenizer, 2)[0].top.tokens.shape[1] == 2
     assert read_distilled((out,), tokenizer)[0].top is None
-    with pytest.raises(ConfigError, match=r"has 5 log-probabilities a token, but 'kl_top_k' is 6"):
+    with pytest.raises(ConfigError, match=r"has 5 log-probabilities a token, but 'distill.top_k' is 6"):
         read_distilled((out,), tokenizer, 6)
 
 

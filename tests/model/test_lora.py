@@ -279,7 +279,7 @@ def test_adapters_of_another_base_do_not_go_on(settings, tmp_path):
     (run / "checkpoints" / "3").mkdir(parents=True)
     claim(run, config)  # goes on
     (tmp_path / "base" / "manifest.json").write_text("sums of another model")
-    with pytest.raises(ConfigError, match=r"is not the model that the adapters in .* were trained on"):
+    with pytest.raises(ConfigError, match=r"is not the model that the run in .* began with"):
         claim(run, config)
     (run / "checkpoints" / "3").rmdir()
     claim(run, config)  # nothing trained yet

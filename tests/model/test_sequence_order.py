@@ -29,10 +29,10 @@ def test_the_busiest_of_four_devices_has_the_mean_work(window, order_matters):
 
 def test_auto_asks_whether_any_layer_sees_the_row():
     windows, mixed = make("ww"), make("wF")
-    assert not in_zigzag("auto", windows, 64, 4)
-    assert in_zigzag("zigzag", windows, 64, 4)
-    assert in_zigzag("auto", mixed, 64, 4)
-    assert in_zigzag("auto", make("ww", full_attention_decode=True), 64, 4)
-    assert not in_zigzag("auto", mixed, 60, 4)  # chunks that do not come out even
-    assert not in_zigzag("contiguous", mixed, 64, 4)
-    assert not in_zigzag("zigzag", mixed, 64, 1)
+    assert not in_zigzag("auto", [windows], 64, 4)
+    assert in_zigzag("zigzag", [windows], 64, 4)
+    assert in_zigzag("auto", [mixed], 64, 4)
+    assert in_zigzag("auto", [make("ww", full_attention_decode=True)], 64, 4)
+    assert not in_zigzag("auto", [mixed], 60, 4)  # chunks that do not come out even
+    assert not in_zigzag("contiguous", [mixed], 64, 4)
+    assert not in_zigzag("zigzag", [mixed], 64, 1)

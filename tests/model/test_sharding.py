@@ -46,7 +46,11 @@ def abstract_partition(**sizes: int) -> Partition:
 
 @pytest.mark.parametrize(
     "what",
-    ["small", *(pytest.param(x, marks=pytest.mark.long) for x in ("attention", "rows", "training", "selection"))],
+    [
+        "small",
+        pytest.param("teacher", marks=pytest.mark.slow),
+        *(pytest.param(x, marks=pytest.mark.long) for x in ("attention", "rows", "training", "selection")),
+    ],
 )
 def test_every_mesh_computes_what_one_device_does(what):
     run_on_eight_devices("tests.on_mesh", what)
@@ -128,3 +132,4 @@ def test_operations_are_counted():
     assert attention_flops(MODEL, half, np.array([9])) == (10 + 3) * one_key
     assert matrix_parameters(MODEL) == 2 * (32 * 8 * 12 + 3 * 32 * 48) + 32 * 60
     assert train_flops_per_token(MODEL, full, 1) == 6 * matrix_parameters(MODEL) + 3 * 2 * one_key
+    assert train_flops_per_token(MODEL, full, 1, teacher=full) == 8 * matrix_parameters(MODEL) + 4 * 2 * one_key

@@ -87,6 +87,31 @@ def test_a_training_step(tmp_path):
     assert 0 < time["mfu"][0] <= time["mfu_scheduled"] <= time["mfu"][1] < 1
 
 
+@pytest.mark.slow
+def test_a_taught_step(tmp_path):
+    """What the teacher adds to a plan: a copy of the weights in bf16, and a forward pass of which nothing is kept."""
+    model = tmp_path / "model.yaml"
+    model.write_text(json.dumps(MODEL))
+    start = {"model": None, "init_from": str(tmp_path / "nothing"), "plan_model": str(model), "scan_layers": True}
+    start |= {"mesh": {"fsdp": 4}}
+    plain, taught = (plan(run(**start, distill=distill), "v5e:2x2") for distill in (None, {}))
+    memory, copy = taught["memory"], taught["memory"]["teacher"]
+    assert copy == pytest.approx(taught["memory"]["parameters"] / 2, rel=1e-3)
+    # What else there is more: less than two hidden states of all tokens, and the logits of a chunk.
+    more = memory["total"] - plain["memory"]["total"] - copy
+    assert memory["activations"] == plain["memory"]["activations"]
+    assert more < 2 * 2 * 4096 * 256 * 2 + 4 * 1024 * 1024
+    lines = describe(taught)
+    assert "teacher, a forward pass more: 3 layers: FFF" in lines
+    assert "weights of the teacher beside them" in lines
+    # Forward products once, and those of the head once more, where logits are made again on the way back.
+    layer, head = 256 * 128 * (2 * 4 + 2 * 2) + 3 * 256 * 512, 256 * 1024
+    products = taught["flops"]["matmuls"] - plain["flops"]["matmuls"]
+    assert products == pytest.approx(2 * (8 * 4096 / 4) * (3 * layer + 2 * head), rel=0.1)
+    assert taught["time"]["seconds"] > plain["time"]["seconds"]
+    assert taught["time"]["kernel_seconds_by_layer_type"]["teacher"]["forward"] > 0
+
+
 @pytest.mark.long
 def test_a_row_by_itself_is_routed():
     """Of one row a device, the compiler for v6e refused the gather of its segment ids, which are single numbers."""

@@ -12,7 +12,7 @@ from swa_jax.model.pattern import AttentionPattern
 from swa_jax.plan import kernel_cycles
 from swa_jax.plan.kernel_cycles import MeasuredCall
 from swa_jax.plan.kernels import busiest_device, kernels, missing_calls
-from swa_jax.plan.step_time import StepWork, attention_of
+from swa_jax.plan.step_time import TEACHER, StepWork, attention_of
 from swa_jax.plan.text import kernel_lines
 
 MODEL = ModelConfig(1024, 256, 512, 4, num_attention_heads=4, num_key_value_heads=2, head_dim=128)
@@ -134,6 +134,20 @@ def test_a_step_has_its_share_of_the_rows_and_runs_attention_again_under_layer()
     assert plain.busiest > 1.3 > found.busiest
     assert plain.seconds[WINDOW].forward == pytest.approx(found.seconds[WINDOW].forward * plain.busiest / found.busiest)
     assert plain.flops == found.flops
+
+
+@pytest.mark.parametrize("remat", ["attention", "layer"])
+def test_a_teacher_is_a_forward_pass_more(remat):
+    full = AttentionPattern((FULL,) * 4)
+    plain, taught = attention_of(work(remat=remat)), attention_of(work(remat=remat, teacher=full))
+    theirs = kernels("v6e", MODEL, full, np.arange(T))
+    rows = 8 / 4  # of each of four devices
+    once = rows * float(theirs.flops[FULL].forward.sum())
+    assert taught.flops.forward == pytest.approx(plain.flops.forward + once)
+    assert taught.flops.backward == plain.flops.backward
+    lasting = taught.busiest * rows * float(theirs.seconds[FULL].forward.sum())
+    assert taught.seconds[TEACHER] == pytest.approx((lasting, 0.0))
+    assert taught.seconds[FULL].backward == pytest.approx(plain.seconds[FULL].backward * taught.busiest / plain.busiest)
 
 
 def test_a_decoding_step_takes_no_figures_of_the_table():

@@ -14,6 +14,9 @@ from small_runs import MODEL, config_of
 from swa_jax.base.chips import TARGETS
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.settings import load_config, to_dict
+from swa_jax.model.layer_types import FULL
+from swa_jax.model.lora import LoraConfig
+from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import MeshConfig
 from swa_jax.plan.candidates import RunChanges, candidates, factorisations, present, refusal
 from swa_jax.plan.choose import ORDER, SHARE, fastest, fitting
@@ -22,6 +25,7 @@ from swa_jax.plan.plan import planned_start
 from swa_jax.plan.search import SearchFile, key_of, search, to_json
 from swa_jax.plan.search_text import describe_search
 from swa_jax.train.config import TrainConfig
+from swa_jax.train.objectives import Distill
 from swa_jax.train.patterns import stage_patterns
 
 ROOT = Path(__file__).parents[2]
@@ -142,6 +146,24 @@ def test_weights_and_moments_are_those_of_the_plan():
     assert guess.bytes_by_part["activations"] == 3 * 2 * 2048 * 256 * 2
     repeated = estimate(work, RunChanges(8, 1, 1, 1, "layer", 1))
     assert repeated.bytes_by_part["weights"] == 4 * (split + whole)
+
+
+def test_a_teacher_takes_its_weights_and_a_forward_pass():
+    """By hand: 4 rows of 4096 tokens a device, in two pieces, three layers, bf16."""
+    taught = dataclasses.replace(config_of(), model=None, init_from="-", distill=Distill(hidden=0.1))
+    plain = work_of(config_of(), 2)
+    work = dataclasses.replace(plain, config=taught, teacher=AttentionPattern((FULL,) * 3))
+    settings = RunChanges(1, 2, 1, 1, "layer", 2)
+    before, found = estimate(plain, settings), estimate(work, settings)
+    layer = 256 * 128 * (2 * 4 + 2 * 2) + 3 * 256 * 512
+    split, whole = 3 * layer + 2 * 1024 * 256, 3 * 2 * 256 + 256
+    states, logits = 4 * 2 * 4096 * 256 * 2, 1024 * 1024 * 4  # the normed states, and those behind three layers
+    assert found.bytes_by_part["teacher"] == 2 * (split / 2 + whole) + states + logits
+    assert {name: size for name, size in found.bytes_by_part.items() if name != "teacher"} == before.bytes_by_part
+    products = 2 * 4 * 4096 * (3 * layer + 2 * 256 * 1024) / (work.peak * work.chip.matmul_share)
+    assert products < found.seconds_by_part["teacher"] < found.seconds - found.seconds_by_part["teacher"]
+    lora = dataclasses.replace(work, config=dataclasses.replace(taught, lora=LoraConfig()))
+    assert estimate(lora, settings).bytes_by_part["teacher"] == states + logits
 
 
 def test_what_is_kept_follows_remat_and_pieces():

@@ -104,11 +104,11 @@ def test_only_replies_are_learned(batch, samples):
     assert (batch["weights"][batch["segment_ids"] == 0] == 0).all()
 
 
-@pytest.mark.parametrize("kl_top_k", [None, K])
-def test_the_loss_is_that_of_the_reply_tokens(batch, samples, byte_tokenizer, model, kl_top_k):
+@pytest.mark.parametrize("top_k", [None, K])
+def test_the_loss_is_that_of_the_reply_tokens(batch, samples, byte_tokenizer, model, top_k):
     """Cross-entropy, or KL over the K likeliest and the rest as one class, by hand at every reply token."""
-    config = from_dict(TrainConfig, settings(samples, byte_tokenizer, kl_top_k=kl_top_k))
-    if kl_top_k is None:
+    config = from_dict(TrainConfig, settings(samples, byte_tokenizer, distill=top_k and {"top_k": top_k}))
+    if top_k is None:
         batch = {name: x for name, x in batch.items() if not name.startswith("top_")}
     loss, metrics = loss_and_metrics(model, config, batch)
     logits = logits_of(model, batch["tokens"], segment_ids=batch["segment_ids"])
@@ -116,23 +116,23 @@ def test_the_loss_is_that_of_the_reply_tokens(batch, samples, byte_tokenizer, mo
     nll, kl = [], []
     for row, place in np.argwhere(batch["weights"] > 0):
         nll.append(-np.log(q[row, place - 1, batch["tokens"][row, place]]))
-        if kl_top_k is not None:
+        if top_k is not None:
             p = np.exp(np.float64(batch["top_logprobs"][row, place]))
             mine = q[row, place - 1, batch["top_tokens"][row, place]]
             p, mine = np.append(p, 1 - p.sum()), np.append(mine, 1 - mine.sum())
             kl.append((p * np.log(p / mine)).sum())
     np.testing.assert_allclose(metrics["loss"], np.mean(nll), rtol=1e-4)
-    np.testing.assert_allclose(loss, np.mean(nll if kl_top_k is None else kl), rtol=1e-3)
-    assert ("divergence" in metrics) == (kl_top_k is not None)
+    np.testing.assert_allclose(loss, np.mean(nll if top_k is None else kl), rtol=1e-3)
+    assert ("divergence" in metrics) == (top_k is not None)
 
 
 def test_kl_is_of_distilled_data_alone(samples, byte_tokenizer):
-    given = settings(samples, byte_tokenizer, kl_top_k=2)
+    given = settings(samples, byte_tokenizer, distill={"top_k": 2})
     given["stages"][0]["data"].append({"kind": "repeats"})
     with pytest.raises(ConfigError, match="which a source of kind 'repeats' has not: train on kind 'distilled' alone"):
         from_dict(TrainConfig, given)
-    with pytest.raises(ConfigError, match="'kl_top_k' must be at least 1"):
-        from_dict(TrainConfig, settings(samples, byte_tokenizer, kl_top_k=0))
+    with pytest.raises(ConfigError, match=r"'distill\.top_k' must be at least 1"):
+        from_dict(TrainConfig, settings(samples, byte_tokenizer, distill={"top_k": 0}))
 
 
 @pytest.mark.slow
@@ -145,8 +145,9 @@ def test_lora_in_bf16_by_kl_goes_on_where_it_was_stopped(samples, byte_tokenizer
     found = {}
     for name, changes in {"whole": {}, "pieces": {"accumulate": 2}, "long": {"steps": 30}}.items():
         given = settings(
-            samples, byte_tokenizer, output=str(tmp_path / name), init_from=str(base), lora=lora, kl_top_k=K,
-            bfloat16=name == "long", optimizer={"learning_rate": 0.02, "warmup_steps": 1}, pattern=str(pattern),
+            samples, byte_tokenizer, output=str(tmp_path / name), init_from=str(base), lora=lora,
+            distill={"top_k": K}, bfloat16=name == "long", pattern=str(pattern),
+            optimizer={"learning_rate": 0.02, "warmup_steps": 1},
             validate_every=3, validation_batches=1,
         )  # fmt: skip
         del given["model"], given["sliding_window"]
@@ -169,7 +170,7 @@ def test_several_processes_learn_what_one_does(launch, samples, byte_tokenizer, 
         samples,
         byte_tokenizer,
         init_from=str(base),
-        kl_top_k=K,
+        distill={"top_k": K},
         bfloat16=True,
         mesh={"data": 2, "tensor": 2},
         lora={"rank": 4, "dropout": 0.0},

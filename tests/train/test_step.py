@@ -59,8 +59,8 @@ def test_each_piece_has_a_key_of_its_own():
 def made_up(monkeypatch):
     """A model that is nothing but its loss and LoRA's dropout."""
 
-    def make_loss(model, config, partition):
-        return lambda params, frozen, batch, totals, key: weighted_targets(params, batch, totals, key)
+    def make_loss(model, config, partition, teacher=None):
+        return lambda params, frozen, batch, totals, key, state=None: weighted_targets(params, batch, totals, key)
 
     monkeypatch.setattr(step_module, "make_loss", make_loss)
     return types.SimpleNamespace(lora=types.SimpleNamespace(dropout=0.5))
