@@ -80,7 +80,7 @@ def make_teacher(
             rows.tokens,
             rows.segment_ids,
             rows.positions,
-            batch.get("full_from") if model.pattern.full_attention_decode else None,
+            model.pattern.full_from(batch["full_from"]) if "full_from" in batch else None,
             partition=rows.partition,
             training=PLAIN._replace(unroll=config.training.unroll),
             watch=lambda x, _: x if hidden_too else None,
