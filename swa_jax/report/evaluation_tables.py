@@ -44,7 +44,7 @@ def ruler_table(rows: Sequence[Row]) -> Table:
             digits = 1 if row["task"] == "average" else 0
             shown = with_interval(row["score"], row["interval"], lambda x: f"{100 * x:.{digits}f}", " %")
             points = with_interval(row["difference"], row["difference_interval"], lambda x: f"{100 * x:+.{digits}f}")
-            return shown + (points and "\n" + points.replace("\n", " "))
+            return shown + (points and f"\n{points}")
 
         return Column(name), cell
 

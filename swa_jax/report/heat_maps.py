@@ -178,14 +178,13 @@ def head_map(
 
 
 def ruler_heat(rows: Sequence[Row]) -> Grid:
-    """RULER's scores for a map, with its labels: depths across where they were asked for, else lengths."""
+    """RULER's scores for a map, with its labels: depths across where they were asked for, else tasks."""
     deep = any(row["depth"] is not None for row in rows)
 
     def place(row: Row) -> tuple[str, str]:
-        name = f"{row['name']}, {row['task']}"
         if deep:
-            return f"{name}, {row['length']}", f"{row['depth']:.0%}"
-        return name, str(row["length"])
+            return f"{row['name']}, {row['task']}, {row['length']}", f"{row['depth']:.0%}"
+        return f"{row['name']}, {row['length']}", row["task"].removeprefix("niah_")
 
     return _grid([(place(row), row["score"]) for row in rows])
 

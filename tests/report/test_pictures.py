@@ -396,5 +396,7 @@ def test_grids_of_ruler_and_of_the_sweep():
         for name, depth, score in (("a", 0.1, 1.0), ("a", 0.9, 0.5), ("b", 0.1, 0.25), ("b", 0.9, 0.0))
     ]
     assert ruler_heat(ruler) == ([[1.0, 0.5], [0.25, 0.0]], ["a, niah, 512", "b, niah, 512"], ["10%", "90%"])
+    drawn = [row | {"depth": None, "task": f"niah_{row['depth']}"} for row in ruler]
+    assert ruler_heat(drawn) == ([[1.0, 0.5], [0.25, 0.0]], ["a, 512", "b, 512"], ["0.1", "0.9"])
     sweep = [{"name": "a", "window": window, "length": 128, "nll": 2.5} for window in (16, None)]
     assert sweep_heat(sweep) == ([[2.5], [2.5]], ["a, window 16", "a, window full"], ["128"])

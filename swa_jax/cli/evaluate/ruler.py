@@ -140,7 +140,7 @@ def ruler(
                     yield [{"name": name} | dataclasses.asdict(mean)]
 
     def draw(rows: Rows, folder: Path) -> None:
-        across = "Length (tokens)" if grid.depths is None else "Depth of the needle in the prompt"
+        across = "Task" if grid.depths is None else "Depth of the needle in the prompt"
         needle_heat_map(*ruler_heat(rows), folder / "ruler.png", title="RULER", column_title=across)
 
     longest = max(grid.lengths)
