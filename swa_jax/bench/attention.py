@@ -56,14 +56,14 @@ def grid(
 ) -> Iterator[BenchCase]:
     """The cases; a window that is not shorter than the sequence is full attention and left out.
 
-    Rows are packed with documents of so many tokens, those of decoding aside. Variants have no decoding, and routed
-    attention has a window.
+    Rows are packed with documents of so many tokens, those of decoding aside. Variants have no decoding; routed
+    attention and full rows have a window.
     """
     for kind in which:
         for length in lengths:
             for window in windows:
                 decode = kind == "decode"
-                if variant != "plain" and (decode or (variant == "routed" and window is None)):
+                if variant != "plain" and (decode or (variant in ("routed", "full-rows") and window is None)):
                     continue
                 if window is None or window < length:
                     rows, packed = (decode_batch, None) if decode else (batch, documents)

@@ -25,8 +25,8 @@ from swa_jax.bench import peer_calls
 from swa_jax.bench.bench_rows import routed_rows
 
 PASSES = ("forward", "forward+backward", "decode")
-VARIANTS = ("plain", "sink-tokens", "sigmoid", "routed")
-SINK_TOKENS, ROUTED_SHARE = 4, 0.13  # of those variants
+VARIANTS = ("plain", "sink-tokens", "full-rows", "sigmoid", "routed")
+SINK_TOKENS, ROUTED_SHARE, FULL_ROWS = 4, 0.13, 256  # of those variants; the last rows of each document are full
 LONGEST_DENSE = 8192  # tokens up to which an implementation that holds all logits takes part
 Runner = Callable[[], Any]  # starts the work; `Candidate.finish` waits for what it returned
 
@@ -60,6 +60,7 @@ class BenchCase:
         decode = self.which == "decode"
         given = {"q_positions", "kv_positions"} if decode else {"q_segment_ids"} if self.documents else set()
         given |= {"alibi_slopes", "sigmoid_bias"} if self.variant == "sigmoid" else set()
+        given |= {"full_from"} if self.variant == "full-rows" else set()
         op: Op = "routed_attention" if self.variant == "routed" else "attention"
         return Request(
             op="decode_attention" if decode else op,
@@ -140,6 +141,8 @@ def peers(device: str, case: BenchCase) -> Iterator[Candidate]:
         yield _in_jax("tokamax", _tokamax)
     if device == "gpu" and _has_torch_with_cuda():
         yield Candidate("FlexAttention", _flex_attention, _synchronize_torch, _torch_to_numpy)
+        if importlib.util.find_spec("flash_attn") is not None and case.dtype != "float32":
+            yield Candidate("FlashAttention", _flash_attention, _synchronize_torch, _torch_to_numpy)
 
 
 def _in_jax(name: str, function: Callable) -> Candidate:
@@ -174,6 +177,9 @@ def _our_attention(name: str, case: BenchCase, q, k, v):
         gate = jnp.asarray(routed_rows(case.length, ROUTED_SHARE), jnp.float32)
         gate = jnp.broadcast_to(gate, (case.batch, case.length))
         return routed_attention(q, k, v, gate, case.spec, **options)[0].astype(q.dtype)
+    if case.variant == "full-rows":
+        size = case.documents or case.length
+        options["full_from"] = jnp.full((case.batch, -(-case.length // size)), max(size - FULL_ROWS, 0), jnp.int32)
     if case.variant == "sigmoid":
         negative = case.heads // 2
         options |= {
@@ -250,6 +256,40 @@ def _flex_attention(case: BenchCase) -> Runner:
         return (out, *torch.autograd.grad(out, qkv, weights)) if backward else (out,)
 
     return run
+
+
+def _flash_attention(case: BenchCase) -> Runner:
+    import torch
+    from flash_attn import flash_attn_func, flash_attn_varlen_func  # type: ignore[import-not-found, unused-ignore]
+
+    dtype = getattr(torch, case.dtype)
+    *qkv, weights = (torch.from_numpy(np.asarray(x, np.float32)).to("cuda", dtype) for x in case.draw())  # [B, T, H, D]
+    backward = case.which == "forward+backward"
+    for array in qkv:
+        array.requires_grad_(backward)
+    options = {"causal": True, "window_size": (-1, -1) if case.window is None else (case.window - 1, 0)}
+    ends = torch.from_numpy(document_ends(case)).to("cuda")
+
+    def forward():
+        if case.documents is None:
+            return flash_attn_func(*qkv, **options)
+        longest = min(case.documents, case.length)
+        flat = [array.flatten(0, 1) for array in qkv]
+        return flash_attn_varlen_func(*flat, ends, ends, longest, longest, **options).unflatten(0, (case.batch, -1))
+
+    def run():
+        out = forward()
+        results = (out, *torch.autograd.grad(out, qkv, weights)) if backward else (out,)
+        return tuple(result.transpose(1, 2) for result in results)  # as FlexAttention's
+
+    return run
+
+
+def document_ends(case: BenchCase) -> np.ndarray:
+    """Where the documents of all rows begin, one row after the other, and the end: [documents + 1] int32."""
+    starts = np.arange(0, case.length, case.documents or case.length)
+    every = (np.arange(case.batch)[:, None] * case.length + starts).ravel()
+    return np.append(every, case.batch * case.length).astype(np.int32)
 
 
 def _synchronize_torch(result: Any) -> Any:

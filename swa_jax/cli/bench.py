@@ -49,7 +49,7 @@ def cycles(
         Argument(
             metavar="[NAME]...",
             help="Functions of swa_jax/bench/tpu_kernels.py. Default: all of them. From other libraries: "
-            "jax_splash_forward, tokamax_splash_forward, and the same with backward.",
+            "jax_splash_forward, tokamax_splash_forward, flywheel_forward, and the same with backward.",
         ),
     ] = None,
     chip: Annotated[list[str] | None, Option(help="v5e, v5p, v6e or v7x, repeatable. Default: v6e.")] = None,
@@ -126,10 +126,10 @@ class Shapes(Options):
         ),
     ] = None
     variant: Annotated[
-        Literal["plain", "sink-tokens", "sigmoid", "routed"],
+        Literal["plain", "sink-tokens", "full-rows", "sigmoid", "routed"],
         in_shapes(
-            help="With 4 sink tokens, with sigmoid and ALiBi, or with 13 % of the rows routed to full attention. "
-            "Other libraries have only 'plain'."
+            help="With 4 sink tokens, with 256 full rows at the end of each document, with sigmoid and ALiBi, or with "
+            "13 % of the rows routed to full attention. Other libraries have only 'plain'."
         ),
     ] = "plain"
 

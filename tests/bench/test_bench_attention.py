@@ -63,6 +63,20 @@ def ours_of(case):
     )
 
 
+def test_documents_of_all_rows_end_one_after_the_other():
+    case = BenchCase("forward", 100, None, 2, 1, 16, 2, "float32", documents=40)
+    assert candidates.document_ends(case).tolist() == [0, 40, 80, 100, 140, 180, 200]
+    assert candidates.document_ends(dataclasses.replace(case, documents=None)).tolist() == [0, 100, 200]
+
+
+def test_full_rows_are_the_last_of_each_document(monkeypatch):
+    case = BenchCase("forward", 1000, 48, 2, 1, 16, 2, "float32", documents=400, variant="full-rows")
+    given = {}
+    monkeypatch.setattr(candidates, "attention", lambda *_, **options: given.update(options))
+    candidates._our_attention("xla", case, *case.draw()[:3])
+    assert given["full_from"].tolist() == [[144, 144, 144]] * 2
+
+
 @pytest.mark.parametrize("variant", candidates.VARIANTS[1:])
 def test_variants_are_calls_of_their_own(variant):
     """They run, differ from a plain window, and no peer takes part."""

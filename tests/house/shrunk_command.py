@@ -71,6 +71,7 @@ ADDED = {
     "python -m scripts.train_chains": ["--steps", "1"],
     "python -m scripts.faults plant": ["--list"],  # hours
     "python -m scripts.faults draw": ["--list"],
+    "python -m scripts.device": ["--dry-run"],  # no GPU here
     # One small layer; the pattern of qwen3-8b.yaml is for 36.
     "swa-jax compile configs/bosch/qwen3-8b.yaml": [
         "init_from=null",

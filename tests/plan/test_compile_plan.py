@@ -16,6 +16,7 @@ from swa_jax.plan.text import describe
 
 pytest.importorskip("libtpu")  # the plain suite runs where it has no wheel, too
 from swa_jax.base.chips import TARGETS
+from swa_jax.plan.kernel_cycles import read_table
 from swa_jax.plan.plan import plan, topology_devices
 
 
@@ -45,8 +46,16 @@ def test_v7x_is_another_name_of_tpu7x():
     assert kinds[0] == kinds[1] != []
 
 
+@pytest.fixture
+def simulated(monkeypatch):
+    """The calls that a plan asks to be simulated, none of which has a figure."""
+    calls = []
+    monkeypatch.setattr("swa_jax.bench.simulated_calls.simulated_row", lambda *call: calls.append(call[:3]))
+    return calls
+
+
 @pytest.mark.parametrize("fits", [True, False])
-def test_the_exit_status_says_whether_it_fits(fits, monkeypatch, tmp_path):
+def test_the_exit_status_says_whether_it_fits(fits, simulated, monkeypatch, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(to_dict(run(mesh={"fsdp": -1}).without_auto())))
     monkeypatch.setattr("swa_jax.plan.plan.plan", lambda *_, **__: {"memory": {"fits": fits}})
@@ -56,8 +65,32 @@ def test_the_exit_status_says_whether_it_fits(fits, monkeypatch, tmp_path):
     assert json.loads(printed) == {"config": str(file), "overrides": [], "memory": {"fits": fits}}
 
 
+def test_kernels_that_the_table_lacks_are_simulated_first(monkeypatch, tmp_path):
+    row = {"chip": "v5e", "packed": True, "num_sink_tokens": 0, "group": 1, "cycles": 1.0, "length": 8192}
+
+    def simulate(function, chip, sizes, say):
+        return row | {"function": function, "head_dim": sizes["D"], "window": sizes["window"]}
+
+    def report(*_, step, **__):
+        return {"memory": {"fits": True}, "step": step, "table": [one for one in read_table() if one["cycles"] == 1.0]}
+
+    monkeypatch.setattr("swa_jax.bench.simulated_calls.simulated_row", simulate)
+    monkeypatch.setattr("swa_jax.plan.kernel_cycles._added", [])
+    monkeypatch.setattr("swa_jax.plan.plan.plan", report)
+    monkeypatch.setattr("swa_jax.plan.text.describe", lambda report: "the plan")
+    file = tmp_path / "run.yaml"
+    model = MODEL | {"head_dim": 96, "attention_activation": "sigmoid"}
+    config = run(mesh={"fsdp": -1}, model=model, sliding_window=640)
+    file.write_text(json.dumps(to_dict(config.without_auto())))
+    for step, expected in (("decode", set()), ("prefill", {"forward"}), ("train", {"forward", "backward"})):
+        said = command_line.run("compile", file, "--topology", "v5e:2x2", "--step", step, "--json")
+        rows = json.loads(said)["table"]
+        assert {row["function"] for row in rows} == {f"sigmoid_{which}" for which in expected}
+        assert {(row["head_dim"], row["window"]) for row in rows} <= {(96, 640)}
+
+
 @pytest.mark.slow
-def test_a_training_step(tmp_path):
+def test_a_training_step(simulated, tmp_path):
     file, out = tmp_path / "run.yaml", tmp_path / "plan.json"
     file.write_text(json.dumps(to_dict(run(mesh={"fsdp": 4, "context": 2}, scan_layers=True))))
     said = command_line.run("compile", file, "--topology", "v5e:2x4", "--out", out)
