@@ -2,8 +2,8 @@
 
 A strip of queries meets the edges of its window in two tiles of keys, the *near* one at its own tokens and the *far*
 one a window before. Of column c, query r sees the near key if c <= r and the far key if c > r. So one tile of logits
-and of exponentials serves both, with a product for each. A window between two whole numbers of strips goes as the longer
-one, with a mask on that tile and on the one behind it.
+and of exponentials serves both, with a product for each. Of a window that is no whole number of strips, the far tile is
+where that of the next whole one is, and a mask hides what lies between.
 
 By quarters. Where matrix units are 256 wide, a row of 128 numbers fills half of their depth; a strip has 256 queries.
 Its first half sees nothing of the second half of the near keys, and its second half nothing of the first half of the
