@@ -35,6 +35,7 @@ TWINS = {
     "bosch/qwen3-8b.yaml": "bosch/qwen3-tiny.yaml",
     "bosch/qwen3-14b.yaml": "bosch/qwen3-tiny.yaml",
     "swaa/qwen3-4b-lora.yaml": "swaa/lora-tiny.yaml",
+    "swaa/lora-distil.yaml": "swaa/lora-tiny.yaml",
 }
 QWEN = {"bosch/qwen3-1.7b.yaml": 1.7, "bosch/qwen3-8b.yaml": 8.2, "bosch/qwen3-14b.yaml": 14.8}  # Table 4
 
