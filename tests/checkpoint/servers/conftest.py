@@ -50,7 +50,8 @@ def serve(tmp_path_factory):
 
         @contextlib.contextmanager
         def serving(folder, *options, packages=""):
-            how = [*sizes, "--dtype", "float32", "--enforce-eager", "--skip-tokenizer-init", *options]
+            how = [*sizes, "--dtype", "float32", "--enforce-eager", *options]
+            how += [] if (folder / "tokenizer.json").exists() else ["--skip-tokenizer-init"]
             log = str(logs / str(next(numbers)))
             server = ask(arguments=[str(folder), *how], packages=str(packages), log=log)
             assert "refused" not in server, server

@@ -4,6 +4,7 @@ import functools
 import shutil
 
 import pytest
+from letter_patterns import DECODE, SINKS, types_of
 from live import check_named
 from sized_models import LENGTH, write_model
 
@@ -11,15 +12,13 @@ from swa_jax.base.files import read_json, write_json
 from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.checkpoint.hf_import import import_model
-from swa_jax.model.layer_types import FULL, HYBRID, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
 GOLDENS = {"llama": "llama3-rope", "gemma2": "gemma2-hybrid", "gemma3": "gemma3-hybrid"}
-KINDS = {"w": WINDOW, "F": FULL, "h": HYBRID}
 
 
 def types(letters):
-    return {"layer_types": [KINDS[letter] for letter in letters]}
+    return {"layer_types": [*types_of(letters, len(letters))]}
 
 
 def rope(**changes):
@@ -50,7 +49,6 @@ CHANGES = [
 ]
 
 
-SINKS, DECODE = {"num_sink_tokens": 3}, {"full_attention_decode": True}
 HEADS = {"full_kv_heads": ((0,), (), (1,), (), (), ())}
 # Exports for the plug-in, in the layer types and what else the pattern has.
 PLUGIN_PATTERNS = {
@@ -85,7 +83,7 @@ def exports(tmp_path_factory):
 
     @functools.cache
     def of(name):
-        pattern = AttentionPattern(tuple(types("wwFwwF")["layer_types"]), 24) if name == "llama" else None
+        pattern = AttentionPattern(types_of("wwF", 6), 24) if name == "llama" else None
         return export(name, tmp_path_factory.mktemp(name), pattern, server="vllm")
 
     return of
@@ -98,7 +96,7 @@ def plugin_exports(tmp_path_factory):
     @functools.cache
     def of(name):
         letters, options = PLUGIN_PATTERNS[name]
-        pattern = AttentionPattern(tuple(types(letters)["layer_types"]), 24, **options)
+        pattern = AttentionPattern(types_of(letters, 6), 24, **options)
         return export("llama", tmp_path_factory.mktemp(name), pattern, server="vllm-plugin")
 
     return of
