@@ -1,6 +1,6 @@
 """Says what a server really computes: the model as it was exported, or something else.
 
-    python check_server.py --url http://localhost:8000     # vLLM, tpu-inference, SGLang, any completions endpoint
+    python check_server.py --url http://localhost:8000     # vLLM, SGLang, llama.cpp, any completions endpoint
     python check_server.py --transformers                  # transformers, in this process
 
 `canary.json` beside this file has probes, which are lists of token ids, and the log-probabilities that the model gives
@@ -284,12 +284,10 @@ class Endpoint:
             options: dict[str, Any] = {"max_tokens": count, "logprobs": TOP, "return_tokens_as_token_ids": True}
             if api == "vllm":  # where the folder has a generation_config.json, vLLM starts from it
                 options["repetition_penalty"] = 1.0
-            said = self._choices([prompt], **options)[0].get("logprobs") or {}
-            names, rows = said.get("tokens") or [], said.get("top_logprobs") or []
-            if not all(str(name).startswith(TOKEN_ID) for name in names):
+            names, likeliest = _generated(self._choices([prompt], **options)[0])
+            if not all(name.startswith(TOKEN_ID) for name in names):
                 raise CannotAsk(f"{self.url} does not say the ids of the tokens that it generates")
             tokens = [int(name.removeprefix(TOKEN_ID)) for name in names]
-            likeliest = [list(row.values()) for row in rows]
         likeliest = [sorted(row, reverse=True)[:TOP] for row in likeliest[: len(tokens)]]
         if not tokens or [len(row) for row in likeliest] != [TOP] * len(tokens):
             raise CannotAsk(f"{self.url} does not give the {TOP} likeliest tokens of each that it generates")
@@ -298,14 +296,23 @@ class Endpoint:
     def top_log_probs(self, prompts: list[list[int]]) -> list[list[float]]:
         """For each prompt the log-probabilities of the likeliest next tokens [TOP], falling."""
         for options in ({}, {"return_tokens_as_token_ids": True}):  # by their texts, which two tokens may share
-            found = []
-            for choice in self._choices(prompts, logprobs=TOP, **options):
-                rows = (choice.get("logprobs") or {}).get("top_logprobs") or [None]
-                found.append(sorted((rows[0] or {}).values(), reverse=True)[:TOP])
+            rows = [_generated(choice)[1] or [[]] for choice in self._choices(prompts, logprobs=TOP, **options)]
+            found = [sorted(first, reverse=True)[:TOP] for first, *_ in rows]
             fewest = min(map(len, found))
             if fewest == TOP:
                 return found
         raise CannotAsk(f"{self.url} gives the log-probabilities of {fewest} next tokens, not {TOP}")
+
+
+def _generated(choice: dict[str, Any]) -> tuple[list[str], list[list[float]]]:
+    """The tokens of an answer by their names, and for each the log-probabilities of the likeliest ones."""
+    said = choice.get("logprobs") or {}
+    if "content" in said:  # llama.cpp
+        rows = said["content"] or []
+        names = [f"{TOKEN_ID}{row['id']}" for row in rows]
+        return names, [[one["logprob"] for one in row["top_logprobs"]] for row in rows]
+    rows = said.get("top_logprobs") or []
+    return [str(name) for name in said.get("tokens") or []], [[*(row or {}).values()] for row in rows]
 
 
 def ask(endpoint: Endpoint, canary: dict[str, Any], api: str = "auto") -> tuple[Answers, str]:
