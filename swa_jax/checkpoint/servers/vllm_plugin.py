@@ -19,7 +19,7 @@ _HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 def _padded(head_dim: int) -> int:
     """To what vLLM's kernels on CPUs take."""
-    return min(taken for taken in (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512) if taken >= head_dim)
+    return min((taken for taken in _HEADS if taken >= head_dim), default=head_dim)
 
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
