@@ -36,6 +36,7 @@ FINEST = 1e-3  # mean differences below this are rounding: servers print as few 
 MOST_ROUNDING = 3.0  # times what bfloat16 gives here: a server rounds elsewhere, and more often
 EVIDENCE = 30.0  # nats by which the nearest reading has to be likelier than another one
 UNEVEN = 4.0  # times: how much larger differences are where attention matters, if the reason is attention
+MOST_SECONDS = 600  # of one answer
 SLACK = 3e-4  # of a mean difference, when two of them are compared
 # How log-probabilities are asked for, and where the answer has them; the last gives only those of what comes next.
 TOKEN_ID = "token_id:"  # before the number, in place of a token's text
@@ -199,9 +200,9 @@ def _either(sentences: list[str]) -> str:
 class Endpoint:
     """A server's completions endpoint."""
 
-    def __init__(self, url: str, model: str | None = None, key: str | None = None, timeout: float = 600.0) -> None:
+    def __init__(self, url: str, model: str | None = None, key: str | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.key, self.timeout = key, timeout
+        self.key = key
         self.model = model or self._first_model()
 
     def _first_model(self) -> str:
@@ -217,7 +218,7 @@ class Endpoint:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, headers)
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout) as answer:
+            with urllib.request.urlopen(request, timeout=MOST_SECONDS) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             text = error.read().decode(errors="replace").strip()[:200]
@@ -232,6 +233,12 @@ class Endpoint:
         if len(choices) != len(prompts):
             raise CannotAsk(f"{self.url} gave {len(choices)} answers to {len(prompts)} prompts in one request")
         return sorted(choices, key=lambda choice: choice.get("index", 0))
+
+    def _native(self, prompts: list[list[int]], count: int, **options: Any) -> list[dict[str, Any]]:
+        """What SGLang says of prompts and `count` greedy tokens behind each."""
+        sampling = {"max_new_tokens": count, "temperature": 0, "repetition_penalty": 1.0}
+        body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True, **options}
+        return [answer["meta_info"] for answer in self._send("/generate", body)]
 
     def prompt_log_probs(self, prompts: list[list[int]], api: str) -> list[list[float]] | None:
         """For each prompt the log-probabilities of its tokens from the second on, or None without them."""
@@ -248,15 +255,8 @@ class Endpoint:
                     [None if row is None else row[str(t)]["logprob"] for t, row in zip(prompt, rows, strict=True)]
                 )
         elif api == "sglang":
-            body = {
-                "input_ids": prompts,
-                "sampling_params": {"max_new_tokens": 1, "temperature": 0},
-                "return_logprob": True,
-                "logprob_start_len": 0,
-            }
-            answers = self._send("/generate", body)
-            for prompt, answer in zip(prompts, answers, strict=True):
-                rows = answer["meta_info"].get("input_token_logprobs")
+            for prompt, said in zip(prompts, self._native(prompts, 1, logprob_start_len=0), strict=True):
+                rows = said.get("input_token_logprobs")
                 if not rows:
                     return None
                 found.append([row[0] for row in rows[-len(prompt) :]])
@@ -271,13 +271,7 @@ class Endpoint:
     def answer(self, prompt: list[int], count: int, api: str) -> tuple[list[int], list[list[float]]]:
         """`count` greedy tokens, or fewer, and for each the log-probabilities of the likeliest ones [TOP], falling."""
         if api == "sglang":
-            body = {
-                "input_ids": [prompt],
-                "sampling_params": {"max_new_tokens": count, "temperature": 0, "repetition_penalty": 1.0},
-                "return_logprob": True,
-                "top_logprobs_num": TOP,
-            }
-            said = self._send("/generate", body)[0]["meta_info"]
+            (said,) = self._native([prompt], count, top_logprobs_num=TOP)
             tokens = [row[1] for row in said["output_token_logprobs"]]
             likeliest = [[one[0] for one in row] for row in said["output_top_logprobs"]]
         else:
