@@ -26,7 +26,8 @@ class PatternAttention(nn.Module):
         rules = pattern.rules(layer, attention.total_num_kv_heads)
         self.head_size = stock.head_size
         sizes = stock.attn_backend.get_supported_head_sizes() or [stock.head_size]
-        self.zeros = min(size for size in sizes if size >= stock.head_size) - stock.head_size
+        fitting = [size for size in sizes if size >= self.head_size]
+        self.zeros = min(fitting, default=self.head_size) - self.head_size
         self.attentions = nn.ModuleList(
             RuledAttention(
                 rule,
