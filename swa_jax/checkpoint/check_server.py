@@ -1,6 +1,6 @@
 """Says what a server really computes: the model as it was exported, or something else.
 
-    python check_server.py --url http://localhost:8000     # vLLM, tpu-inference, SGLang, any completions endpoint
+    python check_server.py --url http://localhost:8000     # vLLM, SGLang, llama.cpp, any completions endpoint
     python check_server.py --transformers                  # transformers, in this process
 
 `canary.json` beside this file has probes, which are lists of token ids, and the log-probabilities that the model gives
@@ -36,6 +36,7 @@ FINEST = 1e-3  # mean differences below this are rounding: servers print as few 
 MOST_ROUNDING = 3.0  # times what bfloat16 gives here: a server rounds elsewhere, and more often
 EVIDENCE = 30.0  # nats by which the nearest reading has to be likelier than another one
 UNEVEN = 4.0  # times: how much larger differences are where attention matters, if the reason is attention
+MOST_SECONDS = 600  # of one answer
 SLACK = 3e-4  # of a mean difference, when two of them are compared
 # How log-probabilities are asked for, and where the answer has them; the last gives only those of what comes next.
 TOKEN_ID = "token_id:"  # before the number, in place of a token's text
@@ -199,9 +200,9 @@ def _either(sentences: list[str]) -> str:
 class Endpoint:
     """A server's completions endpoint."""
 
-    def __init__(self, url: str, model: str | None = None, key: str | None = None, timeout: float = 600.0) -> None:
+    def __init__(self, url: str, model: str | None = None, key: str | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.key, self.timeout = key, timeout
+        self.key = key
         self.model = model or self._first_model()
 
     def _first_model(self) -> str:
@@ -217,7 +218,7 @@ class Endpoint:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, headers)
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout) as answer:
+            with urllib.request.urlopen(request, timeout=MOST_SECONDS) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             text = error.read().decode(errors="replace").strip()[:200]
@@ -232,6 +233,12 @@ class Endpoint:
         if len(choices) != len(prompts):
             raise CannotAsk(f"{self.url} gave {len(choices)} answers to {len(prompts)} prompts in one request")
         return sorted(choices, key=lambda choice: choice.get("index", 0))
+
+    def _native(self, prompts: list[list[int]], count: int, **options: Any) -> list[dict[str, Any]]:
+        """What SGLang says of prompts and `count` greedy tokens behind each."""
+        sampling = {"max_new_tokens": count, "temperature": 0, "repetition_penalty": 1.0}
+        body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True, **options}
+        return [answer["meta_info"] for answer in self._send("/generate", body)]
 
     def prompt_log_probs(self, prompts: list[list[int]], api: str) -> list[list[float]] | None:
         """For each prompt the log-probabilities of its tokens from the second on, or None without them."""
@@ -248,15 +255,8 @@ class Endpoint:
                     [None if row is None else row[str(t)]["logprob"] for t, row in zip(prompt, rows, strict=True)]
                 )
         elif api == "sglang":
-            body = {
-                "input_ids": prompts,
-                "sampling_params": {"max_new_tokens": 1, "temperature": 0},
-                "return_logprob": True,
-                "logprob_start_len": 0,
-            }
-            answers = self._send("/generate", body)
-            for prompt, answer in zip(prompts, answers, strict=True):
-                rows = answer["meta_info"].get("input_token_logprobs")
+            for prompt, said in zip(prompts, self._native(prompts, 1, logprob_start_len=0), strict=True):
+                rows = said.get("input_token_logprobs")
                 if not rows:
                     return None
                 found.append([row[0] for row in rows[-len(prompt) :]])
@@ -271,25 +271,17 @@ class Endpoint:
     def answer(self, prompt: list[int], count: int, api: str) -> tuple[list[int], list[list[float]]]:
         """`count` greedy tokens, or fewer, and for each the log-probabilities of the likeliest ones [TOP], falling."""
         if api == "sglang":
-            body = {
-                "input_ids": [prompt],
-                "sampling_params": {"max_new_tokens": count, "temperature": 0, "repetition_penalty": 1.0},
-                "return_logprob": True,
-                "top_logprobs_num": TOP,
-            }
-            said = self._send("/generate", body)[0]["meta_info"]
+            (said,) = self._native([prompt], count, top_logprobs_num=TOP)
             tokens = [row[1] for row in said["output_token_logprobs"]]
             likeliest = [[one[0] for one in row] for row in said["output_top_logprobs"]]
         else:
             options: dict[str, Any] = {"max_tokens": count, "logprobs": TOP, "return_tokens_as_token_ids": True}
             if api == "vllm":  # where the folder has a generation_config.json, vLLM starts from it
                 options["repetition_penalty"] = 1.0
-            said = self._choices([prompt], **options)[0].get("logprobs") or {}
-            names, rows = said.get("tokens") or [], said.get("top_logprobs") or []
-            if not all(str(name).startswith(TOKEN_ID) for name in names):
+            names, likeliest = _generated(self._choices([prompt], **options)[0])
+            if not all(name.startswith(TOKEN_ID) for name in names):
                 raise CannotAsk(f"{self.url} does not say the ids of the tokens that it generates")
             tokens = [int(name.removeprefix(TOKEN_ID)) for name in names]
-            likeliest = [list(row.values()) for row in rows]
         likeliest = [sorted(row, reverse=True)[:TOP] for row in likeliest[: len(tokens)]]
         if not tokens or [len(row) for row in likeliest] != [TOP] * len(tokens):
             raise CannotAsk(f"{self.url} does not give the {TOP} likeliest tokens of each that it generates")
@@ -298,14 +290,23 @@ class Endpoint:
     def top_log_probs(self, prompts: list[list[int]]) -> list[list[float]]:
         """For each prompt the log-probabilities of the likeliest next tokens [TOP], falling."""
         for options in ({}, {"return_tokens_as_token_ids": True}):  # by their texts, which two tokens may share
-            found = []
-            for choice in self._choices(prompts, logprobs=TOP, **options):
-                rows = (choice.get("logprobs") or {}).get("top_logprobs") or [None]
-                found.append(sorted((rows[0] or {}).values(), reverse=True)[:TOP])
+            rows = [_generated(choice)[1] or [[]] for choice in self._choices(prompts, logprobs=TOP, **options)]
+            found = [sorted(first, reverse=True)[:TOP] for first, *_ in rows]
             fewest = min(map(len, found))
             if fewest == TOP:
                 return found
         raise CannotAsk(f"{self.url} gives the log-probabilities of {fewest} next tokens, not {TOP}")
+
+
+def _generated(choice: dict[str, Any]) -> tuple[list[str], list[list[float]]]:
+    """The tokens of an answer by their names, and for each the log-probabilities of the likeliest ones."""
+    said = choice.get("logprobs") or {}
+    if "content" in said:  # llama.cpp
+        rows = said["content"] or []
+        names = [f"{TOKEN_ID}{row['id']}" for row in rows]
+        return names, [[one["logprob"] for one in row["top_logprobs"]] for row in rows]
+    rows = said.get("top_logprobs") or []
+    return [str(name) for name in said.get("tokens") or []], [[*(row or {}).values()] for row in rows]
 
 
 def ask(endpoint: Endpoint, canary: dict[str, Any], api: str = "auto") -> tuple[Answers, str]:

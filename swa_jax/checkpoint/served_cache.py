@@ -138,7 +138,17 @@ class Memory:
         """What a user should know of an export in `folder`: who runs it, what its cache takes, what starts it."""
         command = self.command(served, folder)
         start = f"Start it with: {command}" if command else ""
-        return [*filter(None, (served.describe(str(self.server)), self.describe(served.pattern), start))]
+        return [*filter(None, (served.describe(str(self.server)), self.describe(served.pattern), self.padding, start))]
+
+    @property
+    def padding(self) -> str:
+        """A sentence for where the server's kernels take no heads of the model's size."""
+        padded = int if self._cache is None else self._cache.padded
+        sizes = sorted({head_dim for _, head_dim in self.config.head_shapes if padded(head_dim) != head_dim})
+        return " ".join(
+            f"Heads of {size} channels take the memory of {padded(size)} {self.place}, with zeros at their ends."
+            for size in sizes
+        )
 
     def better_full_layers(self, pattern: AttentionPattern) -> int | None:
         """The nearest number of full layers that the server groups without much waste; None if it is the pattern's."""
@@ -203,9 +213,8 @@ class Memory:
         full, windowed = layers = modules(pattern.of_layers(own), self.config.num_key_value_heads)
         kinds = layers if runs.frees else (full + windowed, 0)
         entries = cache.entries(*kinds, pattern.sliding_window, self.length, blocks, pattern.num_sink_tokens)
-        unit = cache.head_dim_unit
         shapes = [self.config.head_shapes[layer] for layer in own]
-        numbers = sum(kv_heads * -(-head_dim // unit) * unit for kv_heads, head_dim in shapes)
+        numbers = sum(kv_heads * cache.padded(head_dim) for kv_heads, head_dim in shapes)
         return entries * 2 * numbers * 2 // (full + windowed)  # keys and values, of 2 bytes
 
 

@@ -178,6 +178,10 @@ class Handler(BaseHTTPRequestHandler):
                 choice["logprobs"]["top_logprobs"] = top
                 if body.get("echo"):
                     choice["logprobs"]["token_logprobs"][:0] = own
+                if self.server.speaks == "content":
+                    most = [[{"id": t, "logprob": x} for x, t in likeliest(row, body["logprobs"])] for row in rows]
+                    pairs = zip(new, most, strict=True)
+                    choice["logprobs"] = {"content": [{"id": t, "top_logprobs": top} for t, top in pairs]}
             choices.append(choice)
         return choices[::-1]  # `index` has their order
 

@@ -239,11 +239,14 @@ def test_the_first_that_fits_is_taken_and_refused_ones_are_passed_over():
 
 
 def test_the_plugins_caches_by_hand():
-    """Blocks of 128 tokens: 1000 tokens are 8, and a window of 100 with a batch of 128 takes 3."""
+    """Blocks of 128 tokens: 1000 tokens are 8, a window of 100 with a batch of 128 takes 3. Heads of 6 take 32."""
     memory = memory_of("llama-plain", 1000, "vllm-plugin", 128)
-    heads, channels, layers = memory.config.num_key_value_heads, memory.config.head_dim, memory.config.num_hidden_layers
-    assert layers == 4
-    block = 128 * channels * 2 * 2  # bytes, for one KV head
+    heads, layers = memory.config.num_key_value_heads, memory.config.num_hidden_layers
+    assert (memory.config.head_dim, layers) == (6, 4)
+    said = "Heads of 6 channels take the memory of 32 in vllm-plugin, with zeros at their ends."
+    assert memory.padding == said
+    assert memory_of("llama-plain", 1000, "vllm", 128).padding == memory_of("llama-plain", 1000).padding == ""
+    block = 128 * 32 * 2 * 2  # bytes, for one KV head
     windows = AttentionPattern((WINDOW, FULL) * 2, 100)
     assert memory.bytes(windows) == block * heads * 2 * (8 + 3)
     sinks = dataclasses.replace(windows, num_sink_tokens=4)

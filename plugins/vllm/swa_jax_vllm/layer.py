@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.selector import get_attn_backend
@@ -15,18 +16,23 @@ from swa_jax_vllm.pattern import Pattern, Rule
 class PatternAttention(nn.Module):
     """Attention of one layer by the pattern, in place of the `attn` of a layer's attention.
 
-    Its KV heads lie module by module (`Pattern.rules`, `Pattern.order`).
+    Its KV heads lie module by module (`Pattern.rules`, `Pattern.order`). Where the kernels take no heads of that size,
+    queries, keys and values have zeros at their ends, which change nothing that is computed.
     """
 
     def __init__(self, attention: nn.Module, pattern: Pattern, layer: int, vllm_config: VllmConfig):
         super().__init__()
         stock = attention.attn
         rules = pattern.rules(layer, attention.total_num_kv_heads)
+        self.head_size = stock.head_size
+        sizes = stock.attn_backend.get_supported_head_sizes() or [stock.head_size]
+        fitting = [size for size in sizes if size >= self.head_size]
+        self.zeros = min(fitting, default=self.head_size) - self.head_size
         self.attentions = nn.ModuleList(
             RuledAttention(
                 rule,
                 stock.num_heads // len(rules),
-                stock.head_size,
+                self.head_size + self.zeros,
                 attention.scaling,
                 num_kv_heads=stock.num_kv_heads // len(rules),
                 cache_config=vllm_config.cache_config,
@@ -38,10 +44,15 @@ class PatternAttention(nn.Module):
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Of rotated queries [T, H D] with keys and values [T, K D]; as the queries."""
-        if len(self.attentions) == 1:
-            return self.attentions[0](query, key, value)
-        pieces = zip(*(x.chunk(len(self.attentions), -1) for x in (query, key, value)), strict=True)
-        return torch.cat([attend(*piece) for attend, piece in zip(self.attentions, pieces, strict=True)], -1)
+        whole = query, key, value
+        if self.zeros:
+            whole = tuple(pad(x.unflatten(-1, (-1, self.head_size)), (0, self.zeros)).flatten(-2) for x in whole)
+        pieces = zip(*(x.chunk(len(self.attentions), -1) for x in whole), strict=True)
+        parts = [attend(*piece) for attend, piece in zip(self.attentions, pieces, strict=True)]
+        seen = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        if self.zeros:
+            seen = seen.unflatten(-1, (-1, self.head_size + self.zeros))[..., : self.head_size].flatten(-2)
+        return seen
 
 
 class RuledAttention(Attention):

@@ -90,6 +90,11 @@ def rotated_as_olmo3(config: ModelConfig) -> bool:
     return config.rope_scaling is None
 
 
+def whole_lanes(head_dim: int) -> int:
+    """The channels of a head in the memory of a TPU."""
+    return -(-head_dim // 128) * 128
+
+
 class Device(NamedTuple):
     """How a server reads prompts on a device, unless it is told otherwise."""
 
@@ -109,7 +114,7 @@ class Cache(NamedTuple):
       pages: {tokens of the longest sequence: tokens of a block}, where a block goes by that and not by the device.
       least_batch: of prompts, in tokens; None: a block.
       whole_pages: whether a batch is a multiple of a block.
-      head_dim_unit: a head is padded to a multiple of it.
+      padded: {channels of a head: those that it takes}, with zeros at its end.
     """
 
     layout: str
@@ -118,7 +123,7 @@ class Cache(NamedTuple):
     pages: Callable[[int], int] | None = None
     least_batch: int | None = None
     whole_pages: bool = False
-    head_dim_unit: int = 1
+    padded: Callable[[int], int] = int
 
     def block_tokens(self, device: str, length: int) -> int:
         """Tokens of a block, of a server that takes sequences of up to `length` tokens."""

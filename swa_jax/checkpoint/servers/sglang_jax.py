@@ -5,7 +5,7 @@ It reads `config.json` as transformers 4 does.
 
 from swa_jax.checkpoint.families import FAMILIES
 from swa_jax.checkpoint.servers.allocation import Blocks, Pools
-from swa_jax.checkpoint.servers.common import Cache, Device, Reads, Server, ServerClass, native
+from swa_jax.checkpoint.servers.common import Cache, Device, Reads, Server, ServerClass, native, whole_lanes
 from swa_jax.checkpoint.servers.sglang import NO_POOL, POOLS, SIZES
 from swa_jax.model.config import ModelConfig
 
@@ -50,7 +50,7 @@ SERVER = Server(
         POOLS,
         Pools(_held),
         dict.fromkeys(("v6e", "v5e", "v5p", "v7x"), Device(4096, block_tokens=1)),
-        head_dim_unit=128,
+        padded=whole_lanes,
     ),
     no_class=_NO_CLASS,
     port=30000,

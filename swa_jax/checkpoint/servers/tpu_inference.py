@@ -4,7 +4,7 @@ Its own classes in JAX know no window; those of vLLM do, and run where a variabl
 """
 
 from swa_jax.checkpoint.servers.allocation import grouped_entries
-from swa_jax.checkpoint.servers.common import Cache, Device, Server
+from swa_jax.checkpoint.servers.common import Cache, Device, Server, whole_lanes
 from swa_jax.checkpoint.servers.vllm import BY_TRANSFORMERS, EXPERTS, GROUPS, NATIVE, NO_CLASS, SIZES
 
 _SEQUENCES = 256  # `--max-num-seqs`, unless it is told otherwise
@@ -35,7 +35,7 @@ SERVER = Server(
         # vLLM has numbers for "V6E", "V5E" and "V5P", but this platform calls them "TPU V6E" and so on.
         dict.fromkeys(("v6e", "v5e", "v5p", "v7x"), Device(2048)),
         pages=_page,
-        head_dim_unit=128,
+        padded=whole_lanes,
     ),
     no_class={
         **NO_CLASS,

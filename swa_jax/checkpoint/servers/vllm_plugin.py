@@ -16,6 +16,14 @@ def _lacks(pattern: AttentionPattern) -> str | None:
     return inexpressible(AttentionPattern(types, pattern.sliding_window))
 
 
+_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
+
+def _padded(head_dim: int) -> int:
+    """To what vLLM's kernels on CPUs take."""
+    return min((taken for taken in _HEADS if taken >= head_dim), default=head_dim)
+
+
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
 _OTHERS = "the plug-in has classes for Llama, Mistral, Qwen2, Qwen3 and Gemma 3 alone"
 SERVER = Server(
@@ -26,7 +34,7 @@ SERVER = Server(
     "vllm serve {folder}",
     SIZES,
     {model_type: native(architecture_of(model_type), Reads.PATTERN) for model_type in _FAMILIES},
-    Cache(GROUPS, grouped_entries, {"cpu": CPU}),
+    Cache(GROUPS, grouped_entries, {"cpu": CPU}, padded=_padded),
     no_class={model_type: _OTHERS for model_type in FAMILIES if model_type not in _FAMILIES},
     port=8000,
     lacks=_lacks,

@@ -1,13 +1,16 @@
 """vLLM's engine, with our plug-in and without it, that all tests of a worker share, and what it is asked about."""
 
+import contextlib
+import itertools
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from engine_process import PLUGIN, engine_process
-from sized_models import goldens, write_model
+from engine_process import ENVIRONMENT, PLUGIN, engine_process
+from line_process import line_process
+from sized_models import LENGTH, goldens, write_model
 
 from swa_jax.checkpoint.hf_import import import_model
 
@@ -36,6 +39,28 @@ def plugin_engine(plugin):
     """vLLM with our plug-in."""
     with engine_process(plugin.with_name("log"), plugin) as ask:
         yield ask
+
+
+@pytest.fixture(scope="session")
+def serve(tmp_path_factory):
+    """A context manager: the URL of `vllm serve FOLDER` with options, while it runs. `packages`: a folder with more."""
+    logs, numbers = tmp_path_factory.mktemp("servers"), itertools.count()
+    sizes = ["--max-model-len", str(LENGTH), "--max-num-batched-tokens", "64"]
+    with line_process("vllm_servers.py", logs / "log", **ENVIRONMENT) as ask:
+
+        @contextlib.contextmanager
+        def serving(folder, *options, packages=""):
+            how = [*sizes, "--dtype", "float32", "--enforce-eager", *options]
+            how += [] if (folder / "tokenizer.json").exists() else ["--skip-tokenizer-init"]
+            log = str(logs / str(next(numbers)))
+            server = ask(arguments=[str(folder), *how], packages=str(packages), log=log)
+            assert "refused" not in server, server
+            try:
+                yield server["url"]
+            finally:
+                ask(stop=server["process"])
+
+        yield serving
 
 
 @pytest.fixture(scope="session")

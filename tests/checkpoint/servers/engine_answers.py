@@ -46,6 +46,12 @@ def difference_of(ours, prompts, said) -> tuple[float, float]:
     return max(np.abs(one - theirs).max() for one, theirs in pairs), max(np.abs(one).max() for one in ours)
 
 
+def check_likeliest(ours, prompts, answers) -> None:
+    """Asserts that every token of the answers is the likeliest by `logprobs_of`."""
+    likeliest = [one[len(prompt) - 1 : -1].argmax(-1).tolist() for one, prompt in zip(ours, prompts, strict=True)]
+    assert answers == likeliest
+
+
 def check_answers(model, prompts, said, turn=(), close=None) -> None:
     """Asserts that the engine computes what we do: prompts, answers, these once more, and the next turn's.
 
@@ -59,8 +65,7 @@ def check_answers(model, prompts, said, turn=(), close=None) -> None:
     ours = logprobs_of(model, asked, answers + said["next_turn"])
     difference, largest = difference_of(ours[: len(prompts)], prompts, said)
     assert difference <= (close or limit_of(largest))
-    likeliest = [one[len(prompt) - 1 : -1].argmax(-1).tolist() for one, prompt in zip(ours, asked, strict=True)]
-    assert answers + said["next_turn"] == likeliest
+    check_likeliest(ours, asked, answers + said["next_turn"])
     assert said["second"] == answers
     assert min(said["reused"] + said["next_reused"]) > 0
     for one, answer, theirs in zip(ours[len(prompts) :], said["next_turn"], said["next_logprobs"], strict=True):

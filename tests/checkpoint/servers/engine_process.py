@@ -14,6 +14,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # what is compiled of small functions takes seconds each time
     "PYTHONPATH": "",
 }
 

@@ -1,4 +1,4 @@
-"""Runs GGUF files in llama.cpp's own server, and says what it answered and which cells it keeps.
+"""Runs GGUF files in llama.cpp's own server, and says what it answered and which cells it keeps, or where it listens.
 
 The interpreter of `make test-servers` runs this file as it does `engine.py`, whose lines it reads and writes. Keys and
 values are f32, and attention is not the fused one, which on a CPU rounds to f16.
@@ -9,6 +9,8 @@ import re
 import xllamacpp
 from line_answers import answer_lines
 
+LIVE = []  # servers that others ask
+
 
 def run(
     folder: str,
@@ -17,9 +19,9 @@ def run(
     length: int,
     batched_tokens: int,
     turn: list[int],
-    words: int,
+    words: int = 0,
 ) -> dict:
-    """What the server answers to `prompts`.
+    """What the server answers to `prompts`. Without any it stays, and the answer is its `url`.
 
     Args:
       length, batched_tokens: `--ctx-size` and `--ubatch-size`.
@@ -40,6 +42,9 @@ def run(
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         server = xllamacpp.Server(params)
+        if not prompts:
+            LIVE.append(server)
+            return {"url": server.listening_address}
         wanted = {"max_tokens": new_tokens, "temperature": 0, "logprobs": words}
         answers = [server.handle_completions({"prompt": prompt, **wanted}) for prompt in prompts]
         cells = re.findall(r"\( *(\d+) cells, +(\d+) layers", log.read())

@@ -1,22 +1,21 @@
 """Runs exports in MLX-LM's own classes, on a CPU, with the caches that they make.
 
-The interpreter of `make test-servers` runs this file. Each line that is read is a JSON object {folder, tokens, parts};
-each line that is written is {logits}: of the tokens, read in parts of so many.
+The interpreter of `make test-servers` runs this file, as `line_process` says.
 """
 
 import importlib
 import itertools
 import json
-import sys
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+from line_answers import answer_lines
 from mlx_lm.models.cache import make_prompt_cache
 
 
 def run(folder: str, tokens: list[int], parts: list[int]) -> dict:
-    """Loads a model as `mlx_lm.utils.load_model` does, and reads the tokens."""
+    """Loads a model as `mlx_lm.utils.load_model` does: the logits of tokens that are read in parts of so many."""
     config = json.loads(Path(folder, "config.json").read_text())
     name = {"mistral": "llama"}.get(config["model_type"], config["model_type"])  # `MODEL_REMAPPING`
     module = importlib.import_module(f"mlx_lm.models.{name}")
@@ -33,5 +32,5 @@ def run(folder: str, tokens: list[int], parts: list[int]) -> dict:
     return {"logits": np.array(mx.concatenate(read, axis=1)[0]).tolist()}
 
 
-for line in sys.stdin:
-    print(json.dumps(run(**json.loads(line))), flush=True)
+if __name__ == "__main__":
+    answer_lines(run)

@@ -1,14 +1,10 @@
 """What SGLang's own code makes of a `config.json`: the window of each layer, and the layers of its short pool.
 
 The interpreter of `make test-servers` runs this file. SGLang wants a GPU to compute, but its classes can be built
-without one, and without memory. What it imports on the way and no class needs here is replaced by stand-ins. Each line
-that is read is a JSON object {folder, disable}; each line that is written is {class, windows, short}, or
-{"refused": why}. Windows count the keys before the query's own; -1 is none. `short` is null where all layers have one
-pool.
+without one, and without memory. What it imports on the way and no class needs here is replaced by stand-ins.
 """
 
 import importlib
-import json
 import os
 import sys
 import warnings
@@ -40,6 +36,7 @@ sys.meta_path.insert(0, StandIns())
 warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
+from line_answers import answer_lines  # noqa: E402
 from sglang.srt import runtime_context  # noqa: E402
 from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
 from sglang.srt.distributed import parallel_state  # noqa: E402
@@ -50,7 +47,10 @@ from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 
 def read(folder: str, disable: bool) -> dict:
-    """See above; `disable`: `--disable-hybrid-swa-memory`."""
+    """The `class` that runs an export, and of each layer the window, in keys before the query's own (-1: none).
+
+    `disable`: `--disable-hybrid-swa-memory`. `short`: the layers of the short pool; None: there is one pool.
+    """
     args = ServerArgs(
         model_path=folder,
         device="cpu",
@@ -79,17 +79,5 @@ def read(folder: str, disable: bool) -> dict:
     return {"class": runs.__name__, "windows": windows, "short": config.swa_attention_layer_ids if pools else None}
 
 
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what SGLang prints
-    for line in sys.stdin:
-        try:
-            said = read(**json.loads(line))
-        except Exception as error:
-            said = {"refused": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(said) + "\n")
-        answers.flush()
-
-
 if __name__ == "__main__":
-    main()
+    answer_lines(read)

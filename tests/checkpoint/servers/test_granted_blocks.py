@@ -40,12 +40,13 @@ def test_drawn_models(seed, engine, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "full", "window"), [("recall", 4, 64), ("smollm2", 4, 200), ("gemma3-270m", None, None)]
+    ("name", "full", "window", "length"),
+    [("recall", 4, 64, 512), ("smollm2", 4, 100, 512), ("gemma3-270m", None, None, 1024)],
 )
-def test_real_models(name, full, window, engine, tmp_path):
+def test_real_models(name, full, window, length, engine, tmp_path):
     folder = model_folder(name if name == "recall" else real_model(name))
     source = open_checkpoint(folder)
-    layers, length = source.config.num_hidden_layers, 1024
+    layers = source.config.num_hidden_layers
     every = range(full - 1, layers, full) if full else ()
     pattern = AttentionPattern.from_full_layers(every, layers, window) if full else source.pattern
     export = export_model(folder, tmp_path / "export", pattern=pattern, server="vllm", canary=False)

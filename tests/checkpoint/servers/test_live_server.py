@@ -1,34 +1,24 @@
 """The receipt of an export against a live vLLM server that reads the export, or a changed one; with our plug-in too."""
 
-import contextlib
 import functools
-import json
-import os
 import shutil
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 
 import pytest
-from engine_process import ENVIRONMENT
+from letter_patterns import DECODE, SINKS, types_of
+from live import check_named
 from sized_models import LENGTH, write_model
 
 from swa_jax.base.files import read_json, write_json
-from swa_jax.checkpoint import check_server
 from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.checkpoint.hf_import import import_model
-from swa_jax.model.layer_types import FULL, HYBRID, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
 GOLDENS = {"llama": "llama3-rope", "gemma2": "gemma2-hybrid", "gemma3": "gemma3-hybrid"}
-KINDS = {"w": WINDOW, "F": FULL, "h": HYBRID}
 
 
 def types(letters):
-    return {"layer_types": [KINDS[letter] for letter in letters]}
+    return {"layer_types": [*types_of(letters, len(letters))]}
 
 
 def rope(**changes):
@@ -59,7 +49,6 @@ CHANGES = [
 ]
 
 
-SINKS, DECODE = {"num_sink_tokens": 3}, {"full_attention_decode": True}
 HEADS = {"full_kv_heads": ((0,), (), (1,), (), (), ())}
 # Exports for the plug-in, in the layer types and what else the pattern has.
 PLUGIN_PATTERNS = {
@@ -94,7 +83,7 @@ def exports(tmp_path_factory):
 
     @functools.cache
     def of(name):
-        pattern = AttentionPattern(tuple(types("wwFwwF")["layer_types"]), 24) if name == "llama" else None
+        pattern = AttentionPattern(types_of("wwF", 6), 24) if name == "llama" else None
         return export(name, tmp_path_factory.mktemp(name), pattern, server="vllm")
 
     return of
@@ -107,60 +96,19 @@ def plugin_exports(tmp_path_factory):
     @functools.cache
     def of(name):
         letters, options = PLUGIN_PATTERNS[name]
-        pattern = AttentionPattern(tuple(types(letters)["layer_types"]), 24, **options)
+        pattern = AttentionPattern(types_of(letters, 6), 24, **options)
         return export("llama", tmp_path_factory.mktemp(name), pattern, server="vllm-plugin")
 
     return of
 
 
-@contextlib.contextmanager
-def serving(folder, log, packages=""):
-    """The URL of a vLLM server, while it runs; the folder has no tokenizer. `packages`: a folder with more of them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    module = [os.environ["SERVERS_PYTHON"], "-m", "vllm.entrypoints.openai.api_server", "--skip-tokenizer-init"]
-    sizes = ["--max-model-len", str(LENGTH), "--max-num-batched-tokens", "64"]
-    how = ["--dtype", "float32", "--enforce-eager", "--port", str(port)]
-    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(packages)}
-    url, until = f"http://127.0.0.1:{port}", time.monotonic() + 180
-    with (
-        log.open("w") as out,
-        subprocess.Popen([*module, "--model", folder, *sizes, *how], stdout=out, stderr=out, env=environment) as server,
-    ):
-        try:
-            while not answers(url):
-                if server.poll() is not None or time.monotonic() > until:
-                    raise AssertionError(log.read_text()[-3000:])
-                time.sleep(0.5)
-            yield url
-        finally:
-            server.terminate()
-
-
-def answers(url):
-    try:
-        urllib.request.urlopen(f"{url}/v1/models", timeout=5).close()
-    except OSError:
-        return False
-    return True
-
-
-def check_named(folder, url, expected):
-    command = [sys.executable, folder / "check_server.py", "--url", url, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = json.loads(done.stdout)
-    code = check_server.RIGHT if expected == "right" else check_server.WRONG
-    assert (found.get("nearest"), done.returncode) == (expected, code), found
-
-
 @pytest.mark.parametrize(("name", "change", "expected"), CHANGES, ids=[f"{c[0]}-{c[2]}" for c in CHANGES])
-def test_a_changed_export_is_named(name, change, expected, exports, tmp_path):
+def test_a_changed_export_is_named(name, change, expected, exports, serve, tmp_path):
     folder = shutil.copytree(exports(name), tmp_path / "served")
     config = read_json(folder / "config.json")
     assert change.keys() <= config.keys()
     write_json(folder / "config.json", config | change)
-    with serving(folder, tmp_path / "log") as url:
+    with serve(folder) as url:
         check_named(folder, url, expected)
 
 
@@ -168,7 +116,7 @@ def test_a_changed_export_is_named(name, change, expected, exports, tmp_path):
     ("name", "change", "lines", "expected"), PLUGIN_CHANGES, ids=[f"{c[0]}-{c[3]}" for c in PLUGIN_CHANGES]
 )
 def test_the_plugin_is_right_and_a_changed_one_is_named(
-    name, change, lines, expected, plugin, plugin_exports, tmp_path
+    name, change, lines, expected, plugin, plugin_exports, serve, tmp_path
 ):
     folder = shutil.copytree(plugin_exports(name), tmp_path / "served")
     config = read_json(folder / "config.json")
@@ -178,5 +126,5 @@ def test_the_plugin_is_right_and_a_changed_one_is_named(
     for module, line in lines.items():
         with (packages / "swa_jax_vllm" / module).open("a") as file:
             file.write(f"\n{line}\n")
-    with serving(folder, tmp_path / "log", packages) as url:
+    with serve(folder, packages=packages) as url:
         check_named(folder, url, expected)

@@ -9,10 +9,13 @@ import pytest
 from engine_answers import limit_of
 from engine_process import engine_process
 from gguf_files import FIXED
+from letter_patterns import made_pattern
+from live import check_named
 from sized_models import LENGTH, SIZES, write_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from swa_jax import load_model
+from swa_jax.checkpoint import check_server
 from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.checkpoint.hf_import import import_model
@@ -79,18 +82,16 @@ def write_tokenizer(folder) -> None:
     backend.save(str(folder / "tokenizer.json"))
 
 
-def exported(golden, letters, tmp_path):
+def exported(golden, letters, tmp_path, canary=False):
     folder = write_model(golden, tmp_path / "hf", **GIVEN.get(golden, {}))
     write_tokenizer(folder)
     source = open_checkpoint(import_model(folder, tmp_path / "ours"))
     pattern, layers = source.pattern, source.config.num_hidden_layers
     if letters != "own":
-        types = tuple(FULL if letter == "F" else WINDOW for letter in (letters * layers)[:layers])
-        pattern = AttentionPattern(types, WINDOW_SIZE if WINDOW in types else None)
+        pattern = made_pattern(letters, {}, layers, WINDOW_SIZE)
     notes = []
-    out = export_model(
-        source.folder, tmp_path / "out", pattern=pattern, server="llama.cpp", canary=False, describe=notes.append
-    )
+    options = {"pattern": pattern, "server": "llama.cpp", "canary": canary, "describe": notes.append}
+    out = export_model(source.folder, tmp_path / "out", serve_length=LENGTH, batched_tokens=BATCHED, **options)
     return source, pattern, out, "\n".join(notes)
 
 
@@ -123,6 +124,17 @@ def test_llama_cpp_computes_what_we_do_in_the_cells_that_we_count(
         memory = Memory(source.config, source.hf_config, LENGTH, "llama.cpp", BATCHED)
         entries = sum(cells * layers for cells, layers in said["cells"])
         assert entries / (LENGTH * pattern.num_layers) == memory.share(pattern)
+
+
+@pytest.mark.parametrize(("letters", "expected"), [("wF", "right"), ("Fw", "kinds swapped")])
+def test_a_live_server_is_named(letters, expected, llama_engine, tmp_path):
+    """By the receipt of an export with windows in every second layer, the first one too."""
+    folder = exported("llama-plain", "wF", tmp_path, canary=True)[2]
+    served = folder if letters == "wF" else exported("llama-plain", letters, tmp_path / "other")[2]
+    url = llama_engine(served, [], LENGTH, BATCHED)["url"]
+    found = check_named(folder, url, expected)
+    assert found["asked_by"] == "top"
+    assert expected != "right" or found["generated"]["verdict"] == check_server.RIGHT
 
 
 @pytest.mark.parametrize("change", [{"sliding_window": 25}, {"sliding_window": 23}, {"letters": "Fw"}], ids=str)

@@ -16,6 +16,7 @@ from engine_answers import (
     logprobs_of,
 )
 from golden_models import GOLDEN
+from letter_patterns import types_of
 from sized_models import LENGTH, goldens
 
 from swa_jax import load_model
@@ -25,7 +26,7 @@ from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.checkpoint.served_cache import Memory
 from swa_jax.checkpoint.servers import find_served
-from swa_jax.model.layer_types import FULL, WINDOW
+from swa_jax.model.layer_types import WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
 WINDOW_SIZE, BATCHED = 24, 64
@@ -39,10 +40,6 @@ WRONG = {  # in vLLM 0.32.0 itself
     "gpt_oss": "on a CPU it gives NaN, with full attention too",
     "mellum": "it adds num_nextn_predict_layers = None to a number; 0.33.0 does not",
 }
-
-
-def types_of(letters: str, layers: int) -> tuple[str, ...]:
-    return tuple(FULL if letter == "F" else WINDOW for letter in (letters * layers)[:layers])
 
 
 def pattern_of(kind: str, hf: dict) -> AttentionPattern:
