@@ -27,7 +27,7 @@ def ruler_table(rows: Sequence[Row]) -> Table:
     ordered = [lines[place] for place in sorted(lines, key=lambda place: place[0])]
     notes = ["95 % interval in brackets (Wilson)."]
     if len(names) > 1:
-        notes.append(f"Below it: the difference from {names[0]} on the same prompts, in points, and its interval.")
+        notes.append(f"After it: the difference from {names[0]} on the same prompts, in points, and its interval.")
     if any(row["task"].startswith("qa") for row in rows):
         notes.append("qa: 100 % where one of the right answers is there.")
     if data := dict.fromkeys(row["data"] for row in rows if row["data"] and row["task"] != "average"):
