@@ -80,10 +80,8 @@ WindowSize = Annotated[
 SinkTokens = Annotated[
     int | None, in_pattern(metavar="N", help="First tokens that stay visible beside the window.", min=0)
 ]
-FullDecode = Annotated[bool | None, in_pattern(help="Whether answers see the whole context.")]
-LastTokens = Annotated[
-    int | None, in_pattern(metavar="N", help="Last tokens of a prompt that do so, too, under --fa-decode.", min=0)
-]
+FullDecode = Annotated[bool | None, in_pattern(help="Answers see everything.")]
+LastTokens = Annotated[int | None, in_pattern(metavar="N", help="So do the last N of a prompt.", min=0)]
 Yarn = Annotated[
     float | None, in_pattern(help="Stretch the model's context by this factor with YaRN, for longer prompts.")
 ]

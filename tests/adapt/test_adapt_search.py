@@ -135,7 +135,7 @@ def test_layers_are_ranked_with_sink_tokens_on_a_few_examples(source, tmp_path, 
     search = ranked(source, tmp_path, monkeypatch, "layers", "normal")
     assert (search.space.most, Asked.asked) == (3, (3, None, 8))  # 8 layers: all are scored
     assert len(Asked.examples) == 4 + 1
-    assert Asked.window == Window(64, 4, False)
+    assert Asked.window == Window(64, 4, False, 0)
     assert search._order == [1, 2, 6]
     worth = [score[0] for score in search._layer_scores]
     assert worth == [0.0, 2.0, 0.75, 0.0, 0.0, 0.0, 0.5, 0.0]  # beside those found before

@@ -34,6 +34,7 @@ ANOTHER = {
 DECIDED = {
     ("wrap", "chat_wrap", "answers_at_once"),  # --thinking says more
     ("first_rows", "make_batches", "rows"),
+    ("static_scores", "answer_batches", "window"),  # under full attention
     ("train_flops_per_token", "attention_flops", "full_ratio"),
     ("_linear", "Parameter", "matrix"),
     ("_linear", "Parameter", "output"),
