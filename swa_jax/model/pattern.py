@@ -169,7 +169,7 @@ class AttentionPattern:
             lines.append(
                 f"window {self.sliding_window} (own key included), {self.num_sink_tokens} sink tokens, "
                 f"full-attention decode {'on' if self.full_attention_decode else 'off'}"
-                + (f" from the last {self.num_last_tokens} tokens of a prompt on" if self.num_last_tokens else "")
+                + (f", for a prompt's last {self.num_last_tokens} tokens too" if self.num_last_tokens else "")
             )
         hybrids = [f"{i}:{list(h)}" for i, h in enumerate(self.full_kv_heads) if self.layer_types[i] == HYBRID]
         if hybrids:
