@@ -243,6 +243,9 @@ def compare_table(summed: Sequence[Row], window: int | None, memory: str = "KV c
             of_choice("By seed", lambda row: ", ".join(map(percent, row["by_seed"]))),
             score("Answer loss", "answer_nll", "{:.2f}".format, "", "nats/token", "answer_nll_interval"),
             number(memory, "kv_cache_bytes", "MB/sequence", ".2f", MEGABYTE),
+            of_choice("Read to choose, tokens", lambda row: f"{row['tokens']:,.0f}"),
+            of_choice("TFLOP", lambda row: f"{row['flops'] / 1e12:.3g}"),
+            of_choice("Seconds", lambda row: f"{row['seconds']:.0f}"),
             gap("Found", "gap", percent),
             gap("Loss", "loss_gap", "{:+.2f}".format),
         ],
@@ -251,5 +254,6 @@ def compare_table(summed: Sequence[Row], window: int | None, memory: str = "KV c
             f"Windowed: the share of KV heads. {memory}: at 2 bytes a number.",
             "Found: needles, %, with the 95 % interval over prompts of the mean over seeds. Teacher-forced: every "
             "token of the answer's value is the likeliest.",
+            "Read to choose: tokens through the model, without gradients; TFLOP: with them, at full attention.",
         ),
     )

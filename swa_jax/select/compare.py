@@ -251,6 +251,9 @@ def summary(
             "answer_nll_interval": loss.interval,
             "kv_cache_bytes": float(np.mean([row["kv_cache_bytes"] for row in members])),
         }
+        if ratio is not None:  # what choosing cost, the mean over seeds
+            costs = [row["pattern"]["provenance"] for row in members]
+            one |= {name: float(np.mean([cost[name] for cost in costs])) for name in ("tokens", "flops", "seconds")}
         other = groups.get((str(first), ratio)) if ratio is not None and name != first else None
         if other and one["seeds"] == [row.get("seed") for row in other]:
             base = np.array([row["right"] for row in other], float)

@@ -26,6 +26,7 @@ from swa_jax.select.content import score_store
 from swa_jax.select.gates import gate_gradient
 from swa_jax.select.heads import single_heads
 from swa_jax.select.separation import By
+from swa_jax.select.work import count_pass
 
 
 class Score(NamedTuple):
@@ -73,6 +74,7 @@ class MaskEvaluator:
         self._graph, self._weights = nnx.split(model.with_pattern(self._pattern))
         content: dict[str, Any] = self.window.fields | {"by": by, "weights": weights}
         self._known = score_store(file, "scores of masks", model, examples, **content)
+        self._asked: set[str] = set()
 
     @property
     def num_evaluations(self) -> int:
@@ -86,6 +88,10 @@ class MaskEvaluator:
 
     def __call__(self, full: np.ndarray) -> Score:
         key = _key(single_heads(full, self.heads_in))
+        if key not in self._asked:  # what the file knows is work too: of the run that wrote it
+            self._asked.add(key)
+            for _, batch in self._batches:
+                count_pass(batch.tokens)
         if key not in self._known.records:
             self._known.add(key, score=self._evaluate(full), seconds=self.seconds)
         return Score(*self._known.records[key]["score"])
@@ -104,6 +110,8 @@ class MaskEvaluator:
     def gate_gradient(self, full: np.ndarray) -> np.ndarray:
         """How fast the answers' loss falls as each head that is not full is opened: [L, K] f64, nats a token."""
         whole = single_heads(full, self.heads_in)
+        for _, batch in self._batches:
+            count_pass(batch.tokens, back=1)
         found = gate_gradient(self._graph, self._weights, self._batches, whole) / self.num_examples
         return found.reshape(*full.shape, self.heads_in).sum(-1)
 

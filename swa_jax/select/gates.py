@@ -38,6 +38,7 @@ from swa_jax.model.mesh_attention import attention_on_mesh
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition
 from swa_jax.model.window import Window
+from swa_jax.select.work import count_pass
 
 LOW, HIGH = -0.1, 1.1  # gates are stretched to here and cut at 0 and 1
 TEMPERATURE = 2 / 3  # b
@@ -79,6 +80,7 @@ def gate_logits(
     for step in range(steps):
         key = jax.random.fold_in(jax.random.key(seed), step)
         batch = batches[step % len(batches)]
+        count_pass(batch.tokens, back=1)
         gradient, excess = _gradient(logits, graph, weights, batch, full_share, multiplier, key)
         multiplier += excess
         updates, state = optimizer.update(gradient, state)

@@ -24,6 +24,7 @@ from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import HYBRID
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
+from swa_jax.select.work import count_pass
 
 
 def kl_scores(
@@ -65,6 +66,7 @@ def kl_scores(
     batches = list(answer_batches(examples, batch_size, window))
     sums, done = np.zeros(len(masks)), 0
     for index, batch in batches:
+        count_pass(batch.tokens, 1 + len(masks))
         everything = _features(graph, weights, batch, data_of(np.ones((layers, heads), bool)))
         for i, full in enumerate(masks):
             kl = _kl(graph, weights, batch, data_of(full), everything)

@@ -20,6 +20,7 @@ from swa_jax.evaluate.nll import answer_batches
 from swa_jax.model.decoder import Decoder
 from swa_jax.select.attention_rows import Heads, logits_of
 from swa_jax.select.static import check_softmax, layer_statistics
+from swa_jax.select.work import count_pass
 
 LAST_QUERIES, SINK_TOKENS, RECENT_KEYS = 32, 4, 1020
 
@@ -61,6 +62,7 @@ def lazy_ratios(
     ratios = np.empty((len(examples), model.config.num_hidden_layers))
     for done, (index, batch) in enumerate(batches):
         prompt = jnp.arange(batch.tokens.shape[1]) <= batch.queries[:, :1]  # the first label's query is its last token
+        count_pass(batch.tokens)
         statistic = (lazy_ratio, (last_queries, num_sink_tokens, recent_keys))
         values = layer_statistics(graph, weights, batch.tokens, prompt.astype(jnp.int32), statistic)
         ratios[index] = np.asarray(values, np.float64).mean(-1).T[: len(index)]  # [L, B, H] -> [B, L]

@@ -1,16 +1,15 @@
 """Every way of choosing what keeps full attention, each declared once; and the one runner of them all.
 
 To add a method: a runner here, and a row of `METHODS`. A runner takes a `Task` and shares of windowed layers or heads,
-and returns a `Ranking`, or a mask for each share; its keyword arguments are the options of the method's own. Nothing
-heavy is imported before a method runs, so that the command line reads the table for `--help`.
+and returns a `Ranking`, or yields a mask for each share; its keyword arguments are the options of the method's own.
+Nothing heavy is imported before a method runs, so that the command line reads the table for `--help`.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
@@ -172,12 +171,11 @@ def _bosch(
         Literal["one-plus-one", "nomad"], Own("nomad, as in the paper, needs PyNomadBBO.")
     ] = "one-plus-one",
     by: Annotated[By, Own("Score masks by right answers, or by the answers' loss.")] = "answers",
-) -> list[Chosen]:
+) -> Iterator[Chosen]:
     from swa_jax.select.bosch_search import bosch
 
     evaluate = _masks(task, by)
     settings: dict[str, Any] = {"variant": variant, "iterations": iterations, "optimizer": optimizer, "seed": task.seed}
-    found = []
     for ratio in ratios:
         chosen = bosch(evaluate, ratio, progress=task.progress, **settings)
         said = chosen.provenance | {
@@ -187,7 +185,6 @@ def _bosch(
             "evaluations": evaluate.num_evaluations,
             "seconds": round(evaluate.seconds, 1),
         }
-        found.append((chosen.full, said))
         what = "answers right" if by == "answers" else "likelihood of the answers"
         task.report(
             f"{what}: {chosen.score.value:.1%}, with full attention {chosen.original.value:.1%}, all windowed "
@@ -197,7 +194,7 @@ def _bosch(
             task.report(
                 f"windowed {chosen.num_windowed} heads and not {chosen.target}: the nearest this method can reach"
             )
-    return found
+        yield chosen.full, said
 
 
 def _static(task: Task, ratios: Sequence[float], *, method: Any) -> Ranking:
@@ -228,11 +225,10 @@ def _gates(
     *,
     whole_layers: bool,
     steps: Annotated[int, Own("Steps of training.", 1)] = 200,
-) -> list[Chosen]:
+) -> Iterator[Chosen]:
     from swa_jax.select.gates import gate_logits
 
     _check_told(task, "loss", task.window)
-    found = []
     for ratio in ratios:
         scores = gate_logits(
             task.model,
@@ -247,14 +243,14 @@ def _gates(
         )
         heads_in = 1 if whole_layers else task.heads_in
         mask, said = rank_heads(scores, larger_is_local=False, heads_in=heads_in).first(ratio)
-        found.append((mask, said | {"steps": steps}))
-    return found
+        yield mask, said | {"steps": steps}
 
 
-def _by_place(task: Task, ratios: Sequence[float], *, kind: Any) -> list[Chosen]:
+def _by_place(task: Task, ratios: Sequence[float], *, kind: Any) -> Iterator[Chosen]:
     from swa_jax.select.heads import heuristic_mask
 
-    return [(heuristic_mask(kind, *task.shape, ratio, task.seed), {}) for ratio in ratios]
+    for ratio in ratios:
+        yield heuristic_mask(kind, *task.shape, ratio, task.seed), {}
 
 
 def rank_heads(scores: np.ndarray, *, larger_is_local: bool, heads_in: int = 1) -> Ranking:
@@ -293,7 +289,7 @@ class Method(NamedTuple):
     chooses: Literal["layers", "KV heads"]
     by: str
     costs: str
-    run: Callable[..., Ranking | list[Chosen]]
+    run: Callable[..., Ranking | Iterator[Chosen]]
     fixed: Mapping[str, Any] = {}
     keeps: bool = False
     meshes: bool = False
@@ -375,7 +371,7 @@ def find_method(name: str) -> Method:
 # ---- choosing ----
 
 
-def rank(method: str, task: Task, ratios: Sequence[float], **options: Any) -> Ranking | list[Chosen]:
+def rank(method: str, task: Task, ratios: Sequence[float], **options: Any) -> Ranking | Iterator[Chosen]:
     """What a method finds: layers or heads in order, or a mask for each ratio. Arguments and errors as in `choose`."""
     row = find_method(method)
     return row.run(task, ratios, **row.fixed, **options)
@@ -384,7 +380,8 @@ def rank(method: str, task: Task, ratios: Sequence[float], **options: Any) -> Ra
 def choose(method: str, task: Task, ratios: Sequence[float], **options: Any) -> list[AttentionPattern]:
     """A pattern for each ratio: the share of KV heads, or of layers, that is windowed, rounded up.
 
-    Each pattern says in its provenance how it was chosen.
+    Each pattern says in its provenance how it was chosen, and what that cost: seconds, tokens forward and back, and
+    operations. A ranking costs what its largest share of full layers or heads does; masks cost each their own.
 
     Args:
       method: a name in `METHODS`; options: of its own (`Method.options`).
@@ -394,13 +391,16 @@ def choose(method: str, task: Task, ratios: Sequence[float], **options: Any) -> 
         the method itself refuses.
     """
     from swa_jax.select.heads import head_pattern, single_heads
+    from swa_jax.select.work import counted
 
-    begin = time.monotonic()
-    found = rank(method, task, ratios, **options)
-    masks = [found.first(ratio) for ratio in ratios] if isinstance(found, Ranking) else found
     patterns = []
-    for (groups, said), ratio in zip(masks, ratios, strict=True):
+    with counted() as ranked:
+        found = rank(method, task, ratios, **options)
+    for ratio in ratios:
+        with counted() as work:
+            groups, said = found.first(ratio) if isinstance(found, Ranking) else next(found)
         full = single_heads(groups, task.heads_in)
+        cost = ranked if isinstance(found, Ranking) else work
         provenance = {
             "method": method,
             "ratio": ratio,
@@ -408,7 +408,10 @@ def choose(method: str, task: Task, ratios: Sequence[float], **options: Any) -> 
             "num_examples": len(task.examples),
             "seed": task.seed,
             **({"heads_in": task.heads_in} if task.heads_in > 1 else {}),
-            "seconds": round(time.monotonic() - begin, 1),
+            "seconds": round(cost.seconds, 1),
+            "tokens": round(cost.tokens),
+            "tokens_back": round(cost.back),
+            "flops": cost.flops(task.model.config),
             **({"windowed_heads": int((~full).sum())} if full.shape[1] > 1 else {}),
             **said,
         }

@@ -33,6 +33,7 @@ from swa_jax.model.window import OWN, Window
 from swa_jax.select import toggles
 from swa_jax.select.content import score_store
 from swa_jax.select.gates import gate_gradient
+from swa_jax.select.work import count_pass
 
 Progress = Callable[[int, int], None]
 TRIED = 4  # layers, or heads, that are scored in a round of a search that a gradient leads
@@ -203,6 +204,7 @@ class LayerScorer:
                 progress(int(done[1]), total)
 
         for index, batch, short in self._batches:
+            count_pass(batch.tokens, self._passes([] if short else rest))  # what the file knows is work too
             if not all(self._known(chosen, i, rest) for i in index):
                 rows = self._rows(batch, short, chosen, rest, functools.partial(report, len(index)))
                 for i, row in zip(index, rows, strict=False):
@@ -217,10 +219,12 @@ class LayerScorer:
         """How fast the answers' loss falls as each layer, beside `full_layers`, is opened: [L] f64, nats a token."""
         chosen = tuple(sorted(full_layers))
         key = f"gradient:{','.join(map(str, chosen))}"
+        long = [(index, batch) for index, batch, short in self._batches if not short]
+        for _, batch in long:
+            count_pass(batch.tokens, back=1)
         if key not in self._store.records:
             full = np.zeros((self.layers, self._config.most_kv_heads), bool)
             full[list(chosen)] = True
-            long = [(index, batch) for index, batch, short in self._batches if not short]
             gained = gate_gradient(self._graph, self._weights, long, full, self._partition)
             self._store.add(key, gains=(gained.sum(1) / self.num_examples).tolist(), seconds=self.seconds)
         return np.array(self._store.records[key]["gains"])
@@ -278,6 +282,11 @@ class LayerScorer:
         """What is known of an example: its loss under the base and with each layer full [1 + L]."""
         record = self._store.records.get(_key(full_layers, example))
         return None if record is None else record["losses"]
+
+    def _passes(self, toggled: Sequence[int]) -> float:
+        """Of whole models: a stream whose layer is made full starts at that layer where what is below is reused."""
+        below = sum(toggled) / self.layers if self._at_once else 0
+        return 1 + len(toggled) - below
 
     def _rows(
         self,

@@ -28,6 +28,7 @@ from swa_jax.model.layer_types import WINDOW
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
 from swa_jax.select.gates import full_heads, gated_loss
+from swa_jax.select.work import count_pass
 
 
 def patching_scores(
@@ -66,6 +67,7 @@ def patching_scores(
     for index, batch in batches:
         counted = jnp.asarray(np.arange(len(batch.tokens)) < len(index), jnp.float32)
         clean = _full_heads(graph, weights, batch)
+        count_pass(batch.tokens, 2 if by_gradient else 2 + total.size, back=by_gradient)
         if by_gradient:
             total -= np.asarray(_slope(np.zeros(shape, np.float32), graph, weights, batch, counted, clean), np.float64)
             advance()

@@ -43,6 +43,7 @@ from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
 from swa_jax.select.attention_rows import Heads, Rows, logits_of, sum_over_rows
 from swa_jax.select.kl import kl_scores
+from swa_jax.select.work import count_pass
 
 StaticMethod = Literal["dcam", "apl", "proxy", "qada", "razor", "fisher", "fisher-text", "kl", "kl-layers"]
 
@@ -95,6 +96,7 @@ def static_scores(
     batches = list(answer_batches(examples, batch_size))
     by_batch, tokens = [], 0
     for done, (index, batch) in enumerate(batches):
+        count_pass(batch.tokens, back=method == "fisher")
         if method == "fisher":
             values = fisher_masses(graph, weights, batch, window.keys)
         else:
@@ -242,6 +244,7 @@ def _razor(graph: Any, weights: nnx.State, examples: Sequence[Example], vocab_si
     period = max(1, max(len(e.prompt) + len(e.answer) for e in examples) // 4)
     passage = np.random.default_rng(seed).integers(vocab_size, size=period)
     tokens = jnp.asarray(np.tile(passage, 4)[None], jnp.int32)
+    count_pass(tokens)
     sums = layer_statistics(graph, weights, tokens, jnp.ones_like(tokens), ("razor", period))
     means = np.asarray(sums, np.float64)[:, 0] / (3 * period)  # [L, H, 2]
     spread = means.std((0, 1))

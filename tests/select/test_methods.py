@@ -13,6 +13,7 @@ from swa_jax.adapt.search import EFFORTS, Point, Search, fitting
 from swa_jax.adapt.tasks import EvalTask
 from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.served_cache import Memory, modules
+from swa_jax.model.flops import forward_flops
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
 from swa_jax.select import gates
@@ -60,6 +61,47 @@ def test_select_and_compare_choose_what_choose_does(planted, model, tmp_path, na
     run("compare", *options, "--iterations", 2, "--method", name, "--seeds", 1, "--out", tmp_path / "compared")
     row = json.loads((tmp_path / "compared" / "results.json").read_text())["rows"][-1]
     assert (row["name"], AttentionPattern.from_json(json.dumps(row["pattern"]))) == (name, wanted)
+
+
+PASSES = {  # of whole models over the examples, and gradients
+    "nll": ((LAYERS + 3) / 2, 0),
+    "kl": (1 + LAYERS * KV_HEADS, 0),
+    "kl-layers": (1 + LAYERS, 0),
+    "fisher": (1, 1),
+    "dcam": (1, 0),
+    "light-transfer": (1, 0),
+    "patching": (2 + LAYERS * KV_HEADS, 0),
+    "patching-gradient": (2, 1),
+    "gates": (200, 200),
+    "interleave": (0, 0),
+}
+
+
+@pytest.mark.parametrize("name", [n if n == "nll" else pytest.param(n, marks=pytest.mark.slow) for n in PASSES])
+def test_a_choice_says_what_it_costs(model, tmp_path, name):
+    """The same, whether scores are found in a file or made."""
+    file = tmp_path / "scores.jsonl" if METHODS[name].keeps else None
+    task = Task(model, planted_examples(), Window(WINDOW_SIZE), batch_size=len(planted_examples()), file=file)
+    padded = 64 * len(planted_examples())  # tokens of a pass
+    passes, gradients = PASSES[name]
+    for _ in range(2 if file else 1):
+        (pattern,) = choose(name, task, [0.75])
+        said = pattern.provenance
+        assert said["tokens"] == passes * padded
+        assert said["tokens_back"] == gradients * padded
+    each = forward_flops(model.config, 65 / 2)
+    assert said["flops"] == pytest.approx(each * padded * (passes + 2 * gradients))
+
+
+@pytest.mark.parametrize("name", ["nll-heads", pytest.param("bosch", marks=pytest.mark.slow)])
+def test_masks_that_a_file_knows_are_counted_too(model, tmp_path, name):
+    fewer = {"rounds": 1} if name == "nll-heads" else {"iterations": 2, "by": "loss"}
+    costs = []
+    for _ in range(2):
+        task = Task(model, planted_examples(), Window(WINDOW_SIZE), file=tmp_path / "scores.jsonl")
+        costs.append([one.provenance["tokens"] for one in choose(name, task, [0.75, 0.5], **fewer)])
+    assert costs[0] == costs[1]
+    assert min(costs[0]) > 0
 
 
 @pytest.mark.parametrize("unit", ["layers", pytest.param("heads", marks=pytest.mark.slow)])

@@ -1,4 +1,4 @@
-"""SmolLM2 in a live `vllm serve` with our plug-in: what the receipt says, and what several users are answered.
+"""SmolLM2 and `chains` in a live `vllm serve` with our plug-in: what the receipt says, and what users are answered.
 
 Prompts of 8 windows in chunks, once more from the cache of prefixes, the next turn, whose first answer is in the cache,
 and requests that are put aside because blocks run out.
@@ -39,11 +39,12 @@ main()
 """
 
 
-@pytest.mark.models
-@pytest.mark.parametrize("kind", KINDS)
-def test_smollm2(kind, serve, plugin, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "kind"), [*(pytest.param("smollm2", kind, marks=pytest.mark.models) for kind in KINDS), ("chains", "all")]
+)
+def test_a_live_server_answers_as_we_do(name, kind, serve, plugin, tmp_path):
     letters, options, blocks = KINDS[kind]
-    folder = model_folder(real_model("smollm2"))
+    folder = model_folder(real_model(name) if name == "smollm2" else name)
     layers = open_checkpoint(folder).config.num_hidden_layers
     pattern = made_pattern(letters, options, layers, WINDOW)
     pattern.to_json(tmp_path / "pattern.json")
