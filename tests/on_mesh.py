@@ -6,6 +6,7 @@ what NLL-guided selection says of each layer. `small` is the least that meets ev
 
 import dataclasses
 import functools
+import re
 import sys
 from collections.abc import Sequence
 
@@ -26,6 +27,7 @@ from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.draws import normal, split_over_devices
 from swa_jax.model.experts import MixtureOfExperts
+from swa_jax.model.lookup import rows_of
 from swa_jax.model.lora import trained_and_frozen, with_lora
 from swa_jax.model.loss import Teacher, TeacherStates, token_loss
 from swa_jax.model.mesh_attention import StaticOptions, attention_on_mesh
@@ -209,29 +211,37 @@ def check_small() -> None:
             assert_close({name: got}, {name: expected}, "float32")
 
     check_experts()
-    hidden = jnp.asarray(rng.normal(size=(2, LENGTH, 8)), jnp.float32)
-    head = jnp.asarray(rng.normal(size=(8, 32)), jnp.float32)
-    targets = jnp.asarray(rng.integers(32, size=(2, LENGTH)))
+    table, head = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((32, 8), (8, 32)))
+    tokens, targets = jnp.asarray(rng.integers(32, size=(2, 2, LENGTH)))
+    unknown = tokens.at[0, :2].set(jnp.asarray([-1, 32]))
+    looked_up = jax.jit(rows_of, static_argnums=2)(table, unknown, split[1])
+    np.testing.assert_array_equal(looked_up, rows_of(table, unknown))
+    assert np.isnan(looked_up).all(-1).sum() == 2
 
     # Tokens of every part of the vocabulary, and less than all of the probability.
     likely = jnp.asarray(rng.permuted(np.tile(np.arange(32), (2, LENGTH, 1)), axis=-1)[..., :5])
     teacher = Teacher(likely, jnp.asarray(np.log(rng.dirichlet(np.ones(6), (2, LENGTH))[..., :5]), jnp.float32))
 
-    theirs = (jnp.asarray(rng.normal(size=x.shape), jnp.float32) for x in (hidden, head))
+    theirs = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, LENGTH, 8), (8, 32)))
     states = TeacherStates(*theirs, jnp.asarray(PACKED[1:3] != 0, jnp.float32), 1.5)
     for said in (teacher, states):
 
-        def loss(hidden, head, partition, said=said):
+        def loss(table, head, partition, said=said):
+            hidden = rows_of(table, tokens, partition)
             found = token_loss(hidden, head, targets, jnp.ones((2, LENGTH)), teacher=said, partition=partition)
             return jnp.sum(found.nll + jnp.square(found.log_z) + 3 * found.divergence), found.correct
 
         differentiate = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), static_argnums=2)
         assert_close(
-            {"loss": differentiate(hidden, head, split[1])},
-            {"loss": differentiate(hidden, head, None)},
+            {"loss": differentiate(table, head, split[1])},
+            {"loss": differentiate(table, head, None)},
             "float32",
             gradient=True,
         )
+    # Each device's tokens add to all of the table, but only its part of the sum comes back to it.
+    program = differentiate.lower(table, head, split[0]).compile().as_text()
+    assert " reduce-scatter(" in program
+    assert not re.search(r"= f32\[(8,32|32,8)\]\S* all-reduce\(", program), program
 
 
 def check_experts() -> None:

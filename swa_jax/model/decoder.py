@@ -33,6 +33,7 @@ from swa_jax.model.layer_inputs import LayerInputs
 from swa_jax.model.layer_stacks import head_groups
 from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.layers import Norm, RopeTables, drawn, linear, query_scale, rope_tables
+from swa_jax.model.lookup import rows_of
 from swa_jax.model.lora import LoraConfig, seed_dropout, with_lora
 from swa_jax.model.loss import Teacher, TeacherStates, TokenLoss, scaled_logits, token_loss
 from swa_jax.model.pattern import AttentionPattern
@@ -176,9 +177,7 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens: jax.Array, partition: Partition | None = None) -> jax.Array:
         """tokens [B, T] int32 -> [B, T, d]."""
-        # The table is gathered over fsdp, as the layers' weights are; else XLA would gather the tokens of all rows.
-        table = constrain(self.embedding[...], partition, "vocab", None)
-        x = table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+        x = rows_of(self.embedding[...], tokens, partition)
         if self.config.embedding_multiplier != 1:
             x = x * jnp.asarray(self.config.embedding_multiplier, x.dtype)
         return constrain(x, partition, "batch", "sequence", None)

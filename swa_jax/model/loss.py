@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from swa_jax.model.sharding import Partition
+from swa_jax.model.sharding import Partition, whole
 
 CHUNK = 1024  # tokens whose logits exist at one time
 LOG_Z = "log_z"  # the name by which it is saved for the backward pass
@@ -81,10 +81,10 @@ def token_loss(
     if isinstance(teacher, TeacherStates):
         temperature, teacher_head, said = teacher.temperature, teacher.head, (teacher.hidden, teacher.weight)
     loss: Callable[..., Any] = functools.partial(
-        _local_loss, chunk=chunk, axis=axis, adjust=adjust, temperature=temperature
+        _local_loss, chunk=chunk, axis=axis, adjust=adjust, temperature=temperature, partition=partition
     )
     if partition is not None:
-        tokens, head_spec = partition.spec("batch", "sequence"), partition.spec(None, "vocab")
+        tokens, head_spec = partition.spec("batch", "sequence"), partition.spec("embed", "vocab")
         loss = jax.shard_map(
             loss,
             mesh=partition.mesh,
@@ -115,11 +115,14 @@ def _local_loss(
     axis: str | None,
     adjust: Callable[[jax.Array], jax.Array],
     temperature: float,
+    partition: Partition | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """nll, correct, log_z and divergence of `TokenLoss`; `axis`: the mesh axis that splits the vocabulary.
 
     With a `teacher_head` [d, V] the teacher is its hidden states [B, T, d] and the weights [B, T] of what it says.
     """
+    if partition is not None:
+        head, teacher_head = jax.tree.map(lambda one: whole(one, partition, "embed", 0), (head, teacher_head))
     batch, length, _ = hidden.shape
     rows = batch * length
     chunk = min(chunk, rows)

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -136,6 +137,19 @@ def constrain(x: jax.Array, partition: Partition | None, *dimensions: str | None
     if partition is None:
         return x
     return jax.lax.with_sharding_constraint(x, partition.sharding(*dimensions))
+
+
+def whole(x: jax.Array, partition: Partition, dimension: str, axis: int) -> jax.Array:
+    """Inside `shard_map`: `x` with all of a dimension, of which each device holds a part.
+
+    Its gradient comes back in parts too, each summed where it lies, which sends half of what summing all of it does.
+    """
+    axes = tuple(name for name in partition.rules.axes(dimension) if partition.mesh.shape[name] > 1)
+    if not axes:
+        return x
+    # The TPU compiler scatters along a dimension of its own; along the last it would sum all of it on every device.
+    parts = jax.lax.all_gather(x, axes)  # [pieces, ...]
+    return jnp.moveaxis(parts, 0, axis).reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
 
 # ---- meshes ----

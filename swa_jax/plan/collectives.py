@@ -40,10 +40,17 @@ def collectives(
 ) -> list[Collective]:
     """Every collective that runs, in the order of the schedule. Device i is the i-th of the mesh, row-major."""
     inner = _inner_computations(program)
+    begun = {  # by the channel: those that fusions begin, and others, also in the body of a loop, carry on
+        _channel(operation)
+        for computation in program.computations.values()
+        for one in computation.instructions.values()
+        if one.name.startswith(_BEGINS)
+        for _, operation in _operations(program, computation, one)
+    }
     found = []
     for computation in program.computations.values():
         if counts[computation.name] and computation.name not in inner:
-            for start, done, inside, operation in _begun(program, computation):
+            for start, done, inside, operation in _begun(program, computation, begun):
                 kind, axes, group, size = _measured(inside, operation, mesh_shape, slices)
                 sent, hops = _ring_bytes(kind, size, group), _hops(kind, axes, operation, mesh_shape)
                 times, where = counts[computation.name], (computation.name, start.name, done.name)
@@ -63,17 +70,14 @@ def _inner_computations(program: HloProgram) -> set[str]:
 
 
 def _begun(
-    program: HloProgram, computation: Computation
+    program: HloProgram, computation: Computation, begun: set[str]
 ) -> Iterator[tuple[Instruction, Instruction, Computation, Instruction]]:
     """(first instruction, last instruction, the computation that holds the operation, the operation)."""
     held = [(one, list(_operations(program, computation, one))) for one in computation.instructions.values()]
     ends: dict[str, Instruction] = {}  # by what they wait for: the instruction that began it, or its channel
-    begun: set[str] = set()
     for instruction, operations in held:
         channels = [_channel(operation) for _, operation in operations]
-        if instruction.name.startswith(_BEGINS):
-            begun.update(channels)
-        elif instruction.name.startswith(_ENDS):
+        if instruction.name.startswith(_ENDS):
             ends |= dict.fromkeys(channels, instruction)
         elif instruction.opcode == "recv-done" and (meeting := _meeting(computation, instruction)):
             ends[meeting] = instruction
