@@ -65,6 +65,38 @@ def test_what_runs_in_pieces_is_one_collective():
     assert (send.start, send.done) == ("async-collective-start.7", "async-collective-done.7")
 
 
+LOOP = """
+%condition (s: (s32[], bf16[64])) -> pred[] {
+  %s = (s32[], bf16[64]{0}) parameter(0)
+  %limit = s32[] constant(24)
+  %counter = s32[] get-tuple-element(%s), index=0
+  ROOT %lt = pred[] compare(%counter, %limit), direction=LT
+}
+
+%body (s: (s32[], bf16[64])) -> (s32[], bf16[64]) {
+  %s = (s32[], bf16[64]{0}) parameter(0)
+  %counter = s32[] get-tuple-element(%s), index=0
+  %one = s32[] constant(1)
+  %counted = s32[] add(%counter, %one)
+  %p = bf16[64]{0} get-tuple-element(%s), index=1
+  CARRIED
+  ROOT %next = (s32[], bf16[64]{0}) tuple(%counted, %p)
+}
+
+"""
+
+
+def test_what_a_loop_carries_on_is_sent_once():
+    loop = in_pieces(7) + LOOP.replace("CARRIED", carry(7, 1000))
+    state = "%first = (s32[], bf16[64]{0}) tuple(%zero, %p)"
+    run = "%loop = (s32[], bf16[64]{0}) while(%first), condition=%condition, body=%body"
+    lines = (begin(7), "%zero = s32[] constant(0)", state, run, end(7))
+    made = program(loop, *lines)
+    assert hlo.executions(made)["body"] == 24
+    (send,) = collectives(made, hlo.executions(made), MESH)
+    assert (send.executions, send.computation) == (1, "main")
+
+
 def test_a_collective_without_work_beside_it_is_synchronous():
     (send,), elapsed = played(program("", work("w", 3), f"%g = {GATHER.replace('%a', '%p')}"), 5)
     assert not send.asynchronous
