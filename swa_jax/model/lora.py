@@ -177,4 +177,5 @@ def seed_dropout(block: nnx.Module, key: jax.Array) -> None:
 def _shape_only(base: Projection) -> dict[str, Any]:
     """Arguments of a Linear whose own arrays are about to be replaced."""
     zeros = nnx.initializers.zeros
-    return {"use_bias": base.use_bias, "param_dtype": base.param_dtype, "kernel_init": zeros, "rngs": nnx.Rngs(0)}
+    kept = {name: getattr(base, name) for name in ("use_bias", "param_dtype", "dot_general")}
+    return kept | {"kernel_init": zeros, "rngs": nnx.Rngs(0)}

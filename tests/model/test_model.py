@@ -19,6 +19,7 @@ from swa_jax.evaluate.nll import perplexity, score_answers
 from swa_jax.model.attention import Attention, kinds_of, layer_data
 from swa_jax.model.cache import allocate, cache_bytes, cache_layouts
 from swa_jax.model.decoder import Decoder
+from swa_jax.model.layers import onto_stream
 
 NEW = 8
 LENGTHS = (1, 2, WINDOW_SIZE - 1, WINDOW_SIZE, WINDOW_SIZE + 1, 3 * WINDOW_SIZE - NEW + 1, 3 * WINDOW_SIZE)
@@ -347,6 +348,22 @@ def test_tokens_and_patterns_as_a_user_may_write_them():
         with pytest.raises(ConfigError, match=sentence):
             model.pattern = wrong
     model.pattern = before
+
+
+@pytest.mark.parametrize("shape", [(5,), (4, 3)])
+def test_gradients_of_what_leads_onto_the_stream(shape):
+    rng = np.random.default_rng(0)
+    x, kernel, weight = (rng.normal(size=size).astype(np.float32) for size in ((2, 7, *shape), (*shape, 6), (2, 7, 6)))
+
+    def by_hand(x, kernel):
+        return x.reshape(2, 7, -1) @ kernel.reshape(-1, 6)
+
+    np.testing.assert_allclose(onto_stream(x, kernel), by_hand(x, kernel), **CLOSE)
+    got, expected = (
+        jax.grad(lambda *a, f=f: jnp.vdot(f(*a), weight), (0, 1))(x, kernel) for f in (onto_stream, by_hand)
+    )
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, **CLOSE)
 
 
 @pytest.mark.parametrize("token", [61, -1])
