@@ -73,6 +73,11 @@ class RunChanges(NamedTuple):
         return self.remat, self.scan_layers
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """The mesh, along `AXES`."""
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    @property
     def computed_again(self) -> bool:
         """Whether the compiler is free to keep less than everything: of layers in a loop it cannot."""
         return self.kind == ("none", False)
@@ -80,7 +85,7 @@ class RunChanges(NamedTuple):
     @property
     def devices(self) -> int:
         """Devices of one slice."""
-        return math.prod(getattr(self, axis) for axis in AXES)
+        return math.prod(self.sizes)
 
     def __str__(self) -> str:
         axes = [f"{axis} {size}" for axis in AXES if (size := getattr(self, axis)) > 1] or ["one device"]

@@ -206,16 +206,23 @@ def _in_order(guesses: dict[RunChanges, StepEstimate], tried: list[Tried], work:
 
 
 def _corrected(settings: RunChanges, guess: StepEstimate, tried: Sequence[Tried]) -> tuple[float, float]:
-    """Estimated seconds and bytes times the mean ratio of what was compiled to its estimate: seconds, of what keeps as
-    much and is compiled alike; bytes, of what is most alike."""
-    seconds = [
-        t.seconds / t.estimate.seconds for t in tried if t.seconds is not None and t.settings.kind == settings.kind
+    """Estimated seconds and bytes times the mean ratio of what was compiled to its estimate, of what is most alike.
+
+    For seconds that is what keeps as much and is compiled alike, on the same mesh. The ratio of what shares one of the
+    two counts by its root: a mesh that sends more slowly than estimated says little of others.
+    """
+    shared = [
+        ((t.settings.kind == settings.kind) + (t.settings.sizes == settings.sizes), t.seconds / t.estimate.seconds)
+        for t in tried
+        if t.seconds is not None
     ]
+    nearest = max((both for both, _ in shared), default=0)
+    slower = _mean([ratio for both, ratio in shared if both == nearest]) ** (nearest / 2)
     # What the compiler has made to fit says nothing of others.
     telling = [t for t in tried if not (t.settings.computed_again and t.seconds is not None)]
     sizes = [(_likeness(settings, t.settings), t.bytes / t.estimate.bytes) for t in telling if t.bytes is not None]
     most = max((likeness for likeness, _ in sizes), default=0)
-    return guess.seconds * _mean(seconds), guess.bytes * _mean([ratio for likeness, ratio in sizes if likeness == most])
+    return guess.seconds * slower, guess.bytes * _mean([ratio for likeness, ratio in sizes if likeness == most])
 
 
 def _mean(ratios: Sequence[float]) -> float:
