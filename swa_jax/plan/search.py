@@ -209,7 +209,8 @@ def _corrected(settings: RunChanges, guess: StepEstimate, tried: Sequence[Tried]
     """Estimated seconds and bytes times the mean ratio of what was compiled to its estimate, of what is most alike.
 
     For seconds that is what keeps as much and is compiled alike, on the same mesh. The ratio of what shares one of the
-    two counts by its root: a mesh that sends more slowly than estimated says little of others.
+    two counts by its root, and of what shares neither by the root of that: a mesh that sends more slowly than estimated
+    says less of others.
     """
     shared = [
         ((t.settings.kind == settings.kind) + (t.settings.sizes == settings.sizes), t.seconds / t.estimate.seconds)
@@ -217,7 +218,7 @@ def _corrected(settings: RunChanges, guess: StepEstimate, tried: Sequence[Tried]
         if t.seconds is not None
     ]
     nearest = max((both for both, _ in shared), default=0)
-    slower = _mean([ratio for both, ratio in shared if both == nearest]) ** (nearest / 2)
+    slower = _mean([ratio for both, ratio in shared if both == nearest]) ** 2.0 ** (nearest - 2)
     # What the compiler has made to fit says nothing of others.
     telling = [t for t in tried if not (t.settings.computed_again and t.seconds is not None)]
     sizes = [(_likeness(settings, t.settings), t.bytes / t.estimate.bytes) for t in telling if t.bytes is not None]
