@@ -217,11 +217,9 @@ def check_small() -> None:
     looked_up = jax.jit(rows_of, static_argnums=2)(table, unknown, split[1])
     np.testing.assert_array_equal(looked_up, rows_of(table, unknown))
     assert np.isnan(looked_up).all(-1).sum() == 2
-
     # Tokens of every part of the vocabulary, and less than all of the probability.
     likely = jnp.asarray(rng.permuted(np.tile(np.arange(32), (2, LENGTH, 1)), axis=-1)[..., :5])
     teacher = Teacher(likely, jnp.asarray(np.log(rng.dirichlet(np.ones(6), (2, LENGTH))[..., :5]), jnp.float32))
-
     theirs = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, LENGTH, 8), (8, 32)))
     states = TeacherStates(*theirs, jnp.asarray(PACKED[1:3] != 0, jnp.float32), 1.5)
     for said in (teacher, states):
@@ -232,12 +230,8 @@ def check_small() -> None:
             return jnp.sum(found.nll + jnp.square(found.log_z) + 3 * found.divergence), found.correct
 
         differentiate = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), static_argnums=2)
-        assert_close(
-            {"loss": differentiate(table, head, split[1])},
-            {"loss": differentiate(table, head, None)},
-            "float32",
-            gradient=True,
-        )
+        got, expected = ({"loss": differentiate(table, head, partition)} for partition in (split[1], None))
+        assert_close(got, expected, "float32", gradient=True)
     # Each device's tokens add to all of the table, but only its part of the sum comes back to it.
     program = differentiate.lower(table, head, split[0]).compile().as_text()
     assert " reduce-scatter(" in program

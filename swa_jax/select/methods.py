@@ -381,7 +381,8 @@ def choose(method: str, task: Task, ratios: Sequence[float], **options: Any) -> 
     """A pattern for each ratio: the share of KV heads, or of layers, that is windowed, rounded up.
 
     Each pattern says in its provenance how it was chosen, and what that cost: seconds, tokens forward and back, and
-    operations. A ranking costs what its largest share of full layers or heads does; masks cost each their own.
+    operations. A ranking costs what its largest share of full layers or heads does; each mask what it adds to those of
+    the ratios before it. BOSCH's seconds are of the whole search, with the runs before it that its file knows.
 
     Args:
       method: a name in `METHODS`; options: of its own (`Method.options`).

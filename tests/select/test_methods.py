@@ -77,7 +77,9 @@ PASSES = {  # of whole models over the examples, and gradients
 }
 
 
-@pytest.mark.parametrize("name", [n if n == "nll" else pytest.param(n, marks=pytest.mark.slow) for n in PASSES])
+@pytest.mark.parametrize(
+    "name", [n if n in ("nll", "fisher") else pytest.param(n, marks=pytest.mark.slow) for n in PASSES]
+)
 def test_a_choice_says_what_it_costs(model, tmp_path, name):
     """The same, whether scores are found in a file or made."""
     file = tmp_path / "scores.jsonl" if METHODS[name].keeps else None
