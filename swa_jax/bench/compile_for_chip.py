@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
+from jax.experimental.layout import Format, Layout
 from jax.extend import core
 
 from swa_jax.bench import peer_calls, tpu_kernels
@@ -74,8 +75,10 @@ def main(name: str, topology: str, num_cores: int, settings: dict[str, Any]) -> 
     peer = name in peer_calls.FUNCTIONS
     function, arguments = (peer_calls if peer else tpu_kernels).FUNCTIONS[name](**settings)
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), arguments)
+    # As between a model's projections, the compiler decides how arrays lie.
+    any_layout = Format(Layout.AUTO, here)
     with jax.sharding.use_abstract_mesh(mesh):
-        traced = jax.jit(function).trace(*arguments)
+        traced = jax.jit(function, in_shardings=any_layout, out_shardings=any_layout).trace(*arguments)
         lowered = traced.lower()
     launches = {kernel_name(eqn): eqn for eqn in pallas_calls(traced.jaxpr.jaxpr)}
     unknown = peer or not tpu_kernels.scalars_are_zero(name, **settings)

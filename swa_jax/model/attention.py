@@ -224,7 +224,7 @@ class Attention(nnx.Module):
                     cos, sin = (table * context.query_scale[..., None] for table in (cos, sin))
                     rotation = Rotation(cos, sin, rope_distance(self.config))
         if width != size:
-            q, k, v = jax.tree.map(lambda t: t.reshape(*t.shape[:2], -1, size), (q, k, v))
+            q, k, v = (t if t is None else _kept_apart(t).reshape(*t.shape[:2], -1, size) for t in (q, k, v))
         return q, k, v, rotation
 
     @property
@@ -259,7 +259,7 @@ class Attention(nnx.Module):
             gate = act(self.g_proj.to_heads(x, width).astype(jnp.float32))  # [B, T, H, 1 or D]
             mixed = mixed * gate.astype(mixed.dtype)
         if self.width != self.config.head_dim:
-            mixed = mixed.reshape(*mixed.shape[:2], -1, self.width)
+            mixed = _kept_apart(mixed.reshape(*mixed.shape[:2], -1, self.width))
         return self.o_proj.from_heads(mixed)
 
     def __call__(
@@ -287,6 +287,10 @@ class Attention(nnx.Module):
         routed = (row.kind == row.kinds.index(SWITCH)).astype(jnp.float32) if SWITCH in row.kinds else 0.0
         routing = Routing(logit * routed, gate * routed, disagreement)
         return self.output(mixed, x), routing, (k, v)
+
+
+# XLA would give a projection the shape of the single heads that lie behind it, and copy what it gives for the kernels.
+_kept_apart = jax.lax.optimization_barrier
 
 
 def own_or(others: KeysValues | None, k: jax.Array | None, v: jax.Array | None) -> KeysValues:

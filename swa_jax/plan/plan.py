@@ -389,10 +389,10 @@ def _does_not_fit(message: str, held: dict[str, int], chip: Target) -> dict[str,
     )
     if sizes is None:
         raise RuntimeError(message)
-    needed = int(float(sizes[1]) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[sizes[2]])
+    total = int(float(sizes[1]) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[sizes[2]])
     capacity = int(chip.hbm_gib * GIB)
     said = message.split("CompileTimeHbmOom:")[-1].strip().splitlines()[0]
-    return held | {"needed": needed, "capacity": capacity, "fits": False, "free": capacity - needed, "compiler": said}
+    return held | {"total": total, "capacity": capacity, "fits": False, "free": capacity - total, "compiler": said}
 
 
 def _by_kind(sends: list[Collective]) -> list[dict[str, Any]]:

@@ -64,15 +64,12 @@ class Tried:
     @property
     def seconds(self) -> float | None:
         """Of a step as it is scheduled; None where it does not fit."""
-        return self.report["time"]["seconds"] if self.report and "time" in self.report else None
+        return self.report["time"]["seconds"] if self.report and self.report["memory"]["fits"] else None
 
     @property
     def bytes(self) -> float | None:
         """Of a chip, also where it does not fit."""
-        if self.report is None:
-            return None
-        memory = self.report["memory"]
-        return memory["total"] if memory["fits"] else memory["needed"]
+        return None if self.report is None else self.report["memory"]["total"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,9 +21,7 @@ def serving(prefill: dict[str, Any], decode: dict[str, Any], new_tokens: int) ->
     found: dict[str, Any] = {
         "fits": prefill["memory"]["fits"] and decode["memory"]["fits"],
         "kv_cache_bytes": decode["memory"]["cache"] // decode["batch"]["rows"],
-        "memory_bytes": max(
-            report["memory"].get("total", report["memory"].get("needed")) for report in (prefill, decode)
-        ),
+        "memory_bytes": max(report["memory"]["total"] for report in (prefill, decode)),
     }
     if "time" in prefill and "time" in decode:
         first = prefill["time"]["seconds"]

@@ -57,10 +57,13 @@ def _memory_lines(memory: dict[str, Any]) -> list[str]:
         lines.append(f"  {'total':40} {memory['total'] / GIB:6.2f}")
         lines.append(f"FITS: {memory['free'] / GIB:.2f} of {capacity:.2f} GiB stay free")
     else:
-        lines.append(
-            f"DOES NOT FIT: {-memory['free'] / GIB:.2f} GiB over the {capacity:.2f} GiB of a chip. The compiler: "
-            f"{memory['compiler']}"
+        # The compiler counts what a program holds, but not the program.
+        why = (
+            f"The compiler: {memory['compiler']}"
+            if "compiler" in memory
+            else "It was compiled, but is itself too large."
         )
+        lines.append(f"DOES NOT FIT: {-memory['free'] / GIB:.2f} GiB over the {capacity:.2f} GiB of a chip. {why}")
         lines.append(
             "Take the batch in more pieces (stages.N.accumulate), save less (remat: layer), or split more (mesh)."
         )

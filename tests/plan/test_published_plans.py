@@ -3,7 +3,16 @@
 import json
 from pathlib import Path
 
+from swa_jax.plan.candidates import RunChanges
+from swa_jax.plan.cost import StepEstimate
+from swa_jax.plan.search import Tried
+from swa_jax.plan.text import describe
+
 ROOT = Path(__file__).parents[2]
+
+
+def published(name: str) -> dict:
+    return json.loads((ROOT / "docs" / "plans" / f"{name}.json").read_text())
 
 
 def test_a_plan_sends_what_a_hand_counts():
@@ -12,7 +21,7 @@ def test_a_plan_sends_what_a_hand_counts():
     Of the published plans this one alone splits nothing over all of its slice, where the compiler sums
     (`Target.scatters_whole`), nor a sequence, whose keys are sent as well.
     """
-    plan = json.loads((ROOT / "docs" / "plans" / "swat-340m-v5e-4x4.json").read_text())
+    plan = published("swat-340m-v5e-4x4")
     pieces, repeats, weights = plan["mesh"]["fsdp"], plan["mesh"]["data"], 2 * plan["parameters"]
     assert plan["mesh"]["context"] == 1 < repeats
     by_hand = 3 * weights * (pieces - 1) / pieces + 2 * weights / pieces * (repeats - 1) / repeats
@@ -21,3 +30,12 @@ def test_a_plan_sends_what_a_hand_counts():
         "all-gather",
         "reduce-scatter",
     }
+
+
+def test_a_program_that_is_compiled_and_has_no_room_for_itself_does_not_fit():
+    plan = published("swat-340m-v5e-4x4")
+    plan["memory"] |= {"total": plan["memory"]["capacity"] + 2**29, "fits": False, "free": -(2**29)}
+    assert "DOES NOT FIT: 0.50 GiB over the 15.75 GiB of a chip. It was compiled" in describe(plan)
+    tried = Tried(RunChanges(2, 8, 1, 1, "none", 1), StepEstimate({}, {}), plan)
+    assert tried.seconds is None
+    assert tried.bytes == plan["memory"]["total"]

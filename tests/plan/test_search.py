@@ -40,7 +40,7 @@ def work_of(config: TrainConfig, devices: int, chip: str = "v5e", stage: int = 0
 
 
 def report(seconds: float, gib: float = 1.0, fits: bool = True):
-    memory = {"fits": fits, "total": gib * 2**30, "needed": gib * 2**30}
+    memory = {"fits": fits, "total": gib * 2**30}
     time = {"time": {"seconds": seconds, "mfu_scheduled": 0.5}} if fits else {}
     return {"memory": memory, **time}
 

@@ -30,6 +30,6 @@ def test_the_columns_of_table_5():
 
 
 def test_a_step_that_does_not_fit_has_no_times():
-    found = serving(report(100, needed=9000), report(110, 0.5, total=6000), 10)
+    found = serving(report(100, total=9000), report(110, 0.5, total=6000), 10)
     assert found == {"fits": False, "kv_cache_bytes": 100, "memory_bytes": 9000}
     assert "no times: a step does not fit" in describe_serving(found, 10)
