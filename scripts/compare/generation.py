@@ -1,11 +1,13 @@
-"""Prefill and decode beside transformers on this machine's CPU: equal threads, in turn, as a ratio in one run.
+"""Prefill and decode of a real model beside transformers on this machine's CPU: equal threads, in turn.
 
-    python -m scripts.compare generation --transformers /tmp/oracle/bin/python --cores 0,1
+    python -m scripts.compare generation --model models/SmolLM2-135M-Instruct.Q4_1.gguf \\
+        --transformers .venv-servers/bin/python --cores 0,1 --prompt 4096
 
-A random Qwen3 is written as a Hugging Face folder and run by both in processes of their own: prompts of `--prompt`
-tokens, then `--new` greedy tokens, in float32. Each takes its turn `--rounds` times, and compiles before it is timed;
-the table has the medians and how many times faster swa-jax is.
-`python -m scripts.goldens --help` says how to make the environment that --transformers names.
+The model is written as a Hugging Face folder, which transformers runs as it is, with full attention. swa-jax runs the
+same weights with each of `PATTERNS`; all in float32 and in processes of their own: prompts of `--prompt` tokens, then
+`--new` greedy tokens. Each takes its turn `--rounds` times, and compiles before it is timed. The table has medians and
+how many times faster swa-jax is; memory is the most that a process held.
+`make .venv-servers/.installed` makes an environment that has transformers.
 """
 
 import argparse
@@ -14,22 +16,19 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from scripts.compare.runner import ROOT, Cell, Comparison, Done, key_of, markdown
-from scripts.random_model import write_random_model
+from swa_jax.checkpoint.hf_export import export_model
+from swa_jax.checkpoint.hf_import import import_model
 
-SIZES: dict[str, Any] = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 32000}
-SIZES |= {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
-SIZES |= {"num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
-SIZES |= {"rope_theta": 1000000.0, "tie_word_embeddings": True, "use_sliding_window": True, "max_window_layers": 0}
-WINDOW, FULL = "sliding_attention", "full_attention"
-MODES = {"full": [FULL] * 8, "window": [WINDOW] * 8, "interleave": [WINDOW, FULL] * 4}
+PATTERNS = ("full", "interleave-1-in-4", "window")
+MEASURES = ("prefill", "decode", "gib")  # seconds, seconds a token, the most memory
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help="a GGUF file or Hugging Face folder, of full attention")
     parser.add_argument("--transformers", required=True, help="a Python that has torch and transformers")
     parser.add_argument("--cores", default="0,1", help="the CPU cores of both, between commas")
     parser.add_argument("--prompt", type=int, default=4096)
@@ -40,47 +39,59 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def comparison(options: argparse.Namespace) -> Comparison:
-    settings = {name: getattr(options, name) for name in ("cores", "prompt", "new", "window", "chunk", "rounds")}
-    cells = [Cell((mode,), lambda mode=mode: measure(mode, options), lambda: settings) for mode in MODES]
+    names = ("model", "cores", "prompt", "new", "window", "chunk", "rounds")
+    settings = {name: getattr(options, name) for name in names}
+    cells = [Cell(("all",), lambda: measure(options), lambda: settings)]
     return Comparison("generation", cells, lambda done: (table(done), []))
 
 
-def measure(mode: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Median seconds of prefill and of a token of decode, by who computes them."""
+def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Medians of `MEASURES` by who computes them: "transformers", and each pattern, whole and in chunks."""
     cores = {int(core) for core in options.cores.split(",")}
-    job = {"prompt": [7 + i * i % 31000 for i in range(options.prompt)], "new": options.new, "chunk": options.chunk}
-    pythons = {"ours": sys.executable, "chunks": sys.executable, "transformers": options.transformers}
-    results: dict[str, list] = {who: [] for who in pythons}
-    with tempfile.TemporaryDirectory() as scratch:
-        config = SIZES | {"layer_types": MODES[mode], "sliding_window": options.window, "dtype": "float32"}
-        model = write_random_model(Path(scratch) / "model", config)
-        for _ in range(options.rounds):
-            for who, python in pythons.items():
-                told = json.dumps(job | {"who": who, "folder": str(model), "threads": len(cores)})
-                done = subprocess.run(
-                    [python, "-m", "scripts.compare.generation_worker", told],
-                    stdout=subprocess.PIPE,
-                    text=True,
-                    check=True,
-                    cwd=ROOT,
-                    env=os.environ | ({"PYTHONPATH": ""} if who == "transformers" else {}),
-                    preexec_fn=lambda: os.sched_setaffinity(0, cores),
-                )
-                results[who].append(json.loads(done.stdout.splitlines()[-1]))
-    replies = {who: found[0][2] for who, found in results.items()}
-    assert replies["ours"] == replies["transformers"], "the replies differ"
-    assert replies["chunks"] == replies["ours"][:1], "the first tokens differ"
-    return {who: [statistics.median(one[i] for one in found) for i in (0, 1)] for who, found in results.items()}
+    own, other = Path(options.out) / "model", Path(options.out) / "hugging-face"
+    import_model(options.model, own)
+    if not other.exists():
+        export_model(own, other, canary=False)
+    job = {"prompt": [7 + i * i % 31000 for i in range(options.prompt)], "new": options.new, "window": options.window}
+    runs: dict[str, dict[str, Any]] = {"transformers": {"python": options.transformers, "folder": str(other)}}
+    for pattern in PATTERNS:
+        runs[pattern] = {"folder": str(own), "pattern": pattern}
+        runs[f"{pattern}, in chunks"] = {"folder": str(own), "pattern": pattern, "chunk": options.chunk}
+    results: dict[str, list[dict[str, Any]]] = {who: [] for who in runs}
+    for _ in range(options.rounds):
+        for who, run in runs.items():
+            told = json.dumps(job | run | {"threads": len(cores)})
+            done = subprocess.run(
+                [run.get("python", sys.executable), "-m", "scripts.compare.generation_worker", told],
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+                cwd=ROOT,
+                env=os.environ | ({"PYTHONPATH": ""} if "python" in run else {}),
+                preexec_fn=lambda: os.sched_setaffinity(0, cores),
+            )
+            results[who].append(json.loads(done.stdout.splitlines()[-1]))
+    replies = {who: found[0]["reply"] for who, found in results.items()}
+    assert replies["full"] == replies["transformers"], "the replies differ"
+    for pattern in PATTERNS:
+        assert replies[f"{pattern}, in chunks"] == replies[pattern][:1], "the first tokens differ"
+    return {
+        who: {name: statistics.median(one[name] for one in found) for name in MEASURES}
+        for who, found in results.items()
+    }
 
 
 def table(done: Done) -> str:
-    rows = []
-    for mode in MODES:
-        if found := done.get(key_of(mode)):
-            ours, chunks, other = found["ours"], found["chunks"], found["transformers"]
-            faster = f"prefill {other[0] / ours[0]:.2f}, in chunks {other[0] / chunks[0]:.2f}"
-            faster += f", decode {other[1] / ours[1]:.2f}"
-            own = f"{ours[0]:.2f}, {chunks[0]:.2f}, {1e3 * ours[1]:.1f}"
-            rows.append([mode, own, f"{other[0]:.2f}, {1e3 * other[1]:.1f}", faster])
-    head = ["layers", "ours: prefill s, in chunks s, ms a token", "transformers: prefill s, ms a token", "times faster"]
-    return markdown(head, rows)
+    found = done.get(key_of("all"))
+    if not found:
+        return ""
+    theirs = found["transformers"]
+    rows = [
+        ["transformers, full", f"{theirs['prefill']:.2f}", "", f"{1e3 * theirs['decode']:.1f}", f"{theirs['gib']:.2f}"]
+    ]
+    for pattern in PATTERNS:
+        whole, chunks = found[pattern], found[f"{pattern}, in chunks"]
+        prefill = [f"{one['prefill']:.2f} ({theirs['prefill'] / one['prefill']:.2f})" for one in (whole, chunks)]
+        decode = f"{1e3 * whole['decode']:.1f} ({theirs['decode'] / whole['decode']:.2f})"
+        rows.append([pattern, *prefill, decode, f"{whole['gib']:.2f}, in chunks {chunks['gib']:.2f}"])
+    return markdown(["", "prefill, s", "in chunks, s", "decode, ms a token", "memory, GiB"], rows)

@@ -1,8 +1,8 @@
 """What `generation.py` starts: a model that generates twice, by swa-jax or transformers; the second time counts."""
 
 import json
+import resource
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,17 +10,15 @@ from pathlib import Path
 Once = Callable[[], tuple[float, float, list[int]]]  # seconds of prefill, and of a token of decode; the reply
 
 
-def by_jax(folder: Path, prompt: list[int], new: int, chunk: int | None) -> Once:
+def by_jax(folder: Path, pattern: str, window: int, prompt: list[int], new: int, chunk: int | None) -> Once:
     import jax
     import numpy as np
 
-    from swa_jax.checkpoint.folder import load_model
-    from swa_jax.checkpoint.hf_import import import_model
+    from swa_jax import load_model
     from swa_jax.model.engine import Engine
     from swa_jax.model.generate import decode, prefill, prepare
 
-    with tempfile.TemporaryDirectory() as scratch:
-        model = load_model(import_model(folder, Path(scratch) / "model"))
+    model = load_model(folder, pattern, window=None if pattern == "full" else window, dtype="float32")
 
     def in_chunks() -> tuple[float, float, list[int]]:
         engine = Engine(model, slots=1, max_length=len(prompt) + new, chunk=chunk, steps=new)
@@ -64,12 +62,14 @@ def by_transformers(folder: Path, prompt: list[int], new: int, threads: int) -> 
 
 def main(job: dict) -> None:
     folder, prompt, new = Path(job["folder"]), job["prompt"], job["new"]
-    if job["who"] == "transformers":
+    if "python" in job:
         once = by_transformers(folder, prompt, new, job["threads"])
     else:
-        once = by_jax(folder, prompt, new, job["chunk"] if job["who"] == "chunks" else None)
+        once = by_jax(folder, job["pattern"], job["window"], prompt, new, job.get("chunk"))
     once()
-    print(json.dumps(once()))
+    seconds, by_token, reply = once()
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(json.dumps({"prefill": seconds, "decode": by_token, "reply": reply, "gib": most}))
 
 
 if __name__ == "__main__":

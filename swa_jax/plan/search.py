@@ -197,7 +197,9 @@ def _in_order(guesses: dict[RunChanges, StepEstimate], tried: list[Tried], work:
     done = {one.settings for one in tried}
     corrected = {one: _corrected(one, guess, tried) for one, guess in guesses.items() if one not in done}
     most = work.chip.hbm_gib * GIB * (1 if any(one.report for one in tried) else MARGIN)
-    fitting = [one for one in corrected if least_bytes(one, corrected[one][1]) <= most]
+    # Of one that the compiler could not make to fit, it has said how far it comes.
+    known = any(one.settings.computed_again and one.report and one.seconds is None for one in tried)
+    fitting = [one for one, (_, size) in corrected.items() if (size if known else least_bytes(one, size)) <= most]
     # Estimates do not know what the way to the host's memory takes.
     return sorted(fitting, key=lambda one: (one.remat == "offload", corrected[one]))
 
