@@ -67,6 +67,7 @@ HALO_PASSES = 5.0
 UNROLLED = {"none": 0.55}
 UNROLLED_OTHERWISE = 0.9
 COMPUTED_AGAIN = 3.0
+TILE_BYTES = 32  # of a column of a tile
 LOGIT_PASSES = 8.0
 UPDATE_PASSES = 8.0  # over the optimizer's f32 arrays: gradient, weight and both moments, read and written
 
@@ -358,8 +359,10 @@ def _exchange_of_weights(work: Workload, share: _Share) -> float:
     ends = p * _local(tuple(row for row in split if "vocab" in row.axes), share.partition) * group
     seconds = _ring(work, gathered * 2 - ends, group, pieces)  # embedding and head are gathered once
     trained, slices = p * share.trained * group, work.config.mesh.slices
-    whole = group == work.devices // slices and not work.chip.scatters_whole
-    seconds += _ring(work, trained, group, (1 + whole) * pieces)
+    # What the compiler does not scatter, it sums on every chip: in parts of whole tiles of a register alone.
+    in_tiles = work.model.hidden_size // group % (TILE_BYTES // p) == 0
+    scatters = in_tiles and (group < work.devices // slices or work.chip.scatters_whole)
+    seconds += _ring(work, trained, group, (1 if scatters else 2) * pieces)
     if group < work.devices // slices and not share.settings.scan_layers:
         seconds *= work.chip.shown_share
     seconds += _ring(work, p * share.trained, share.settings.data, 2 * pieces)

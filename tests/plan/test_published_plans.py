@@ -3,10 +3,17 @@
 import json
 from pathlib import Path
 
-from swa_jax.plan.candidates import RunChanges
-from swa_jax.plan.cost import StepEstimate
+import pytest
+from small_runs import work_of
+
+from swa_jax.base.chips import chip_name
+from swa_jax.base.settings import load_config
+from swa_jax.model.sharding import AXES
+from swa_jax.plan.candidates import RunChanges, candidates
+from swa_jax.plan.cost import StepEstimate, estimate
 from swa_jax.plan.search import Tried
 from swa_jax.plan.text import describe
+from swa_jax.train.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,3 +46,14 @@ def test_a_program_that_is_compiled_and_has_no_room_for_itself_does_not_fit():
     tried = Tried(RunChanges(2, 8, 1, 1, "none", 1), StepEstimate({}, {}), plan)
     assert tried.seconds is None
     assert tried.bytes == plan["memory"]["total"]
+
+
+@pytest.mark.parametrize("name", ["swat-340m-v5e-4x4", "swat-760m-v5e-16x16"])
+def test_the_first_that_is_compiled_is_the_one_that_was_found_to_be_fast(name, monkeypatch):
+    """SWAT 760M: of `fsdp` 64 and 32 with `context` 2, a device's part of the gradients is no whole tile."""
+    monkeypatch.chdir(ROOT)
+    plan = published(name)
+    work = work_of(load_config(TrainConfig, plan["config"]), plan["devices"], chip_name(plan["chip"]))
+    settings = candidates(work.config, work.model, 0, work.devices, pinned=True)
+    first = min(settings, key=lambda one: estimate(work, one).seconds)
+    assert dict(zip(AXES, first.sizes, strict=True)) == {axis: plan["mesh"][axis] for axis in AXES}

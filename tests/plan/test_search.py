@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 from command_line import fails
-from small_runs import MODEL, config_of
+from small_runs import MODEL, config_of, work_of
 
 from swa_jax.base.chips import TARGETS
 from swa_jax.base.errors import ConfigError
@@ -20,23 +20,14 @@ from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import MeshConfig
 from swa_jax.plan.candidates import RunChanges, candidates, factorisations, present, refusal
 from swa_jax.plan.choose import ORDER, SHARE, fastest, fitting
-from swa_jax.plan.cost import Workload, estimate, estimate_bytes, least_bytes
-from swa_jax.plan.plan import planned_start
+from swa_jax.plan.cost import estimate, estimate_bytes, least_bytes
 from swa_jax.plan.search import SearchFile, key_of, search, to_json
 from swa_jax.plan.search_text import describe_search
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.objectives import Distill
-from swa_jax.train.patterns import stage_patterns
 
 ROOT = Path(__file__).parents[2]
 EXPERTS = MODEL | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 160}
-
-
-def work_of(config: TrainConfig, devices: int, chip: str = "v5e", stage: int = 0) -> Workload:
-    """What `workload` gives, without asking libtpu for devices."""
-    start = planned_start(config)
-    pattern = stage_patterns(config, start, config.stages[stage])[0]
-    return Workload(config, stage, start.config, pattern, chip, devices)
 
 
 def report(seconds: float, gib: float = 1.0, fits: bool = True):
