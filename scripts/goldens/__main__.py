@@ -6,6 +6,7 @@
 | kind | what | needs |
 |---|---|---|
 | models | tiny random models of every family and their logits: tests/golden | transformers |
+| linear | the same of hybrids with linear layers: tests/golden/linear | transformers |
 | generation | greedy replies of these models: tests/golden/generated.json | transformers, models |
 | configs | layers, windows and tensors of tests/checkpoint/families/configs | transformers |
 | texts | chat templates and special tokens: tests/golden/texts.json | transformers |
@@ -26,7 +27,7 @@ import importlib
 import sys
 from pathlib import Path
 
-KINDS = ("models", "generation", "configs", "texts", "real", "losses", "adapters", "ruler", "served", "exports", "peft")
+KINDS = ("models", "linear", "generation", "configs", "texts", "real", "losses", "adapters", "ruler", "served", "exports", "peft")
 MODULES = {kind: kind for kind in KINDS} | {"losses": "real", "peft": "exports"}
 
 

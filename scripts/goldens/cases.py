@@ -11,17 +11,18 @@ import yaml
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
 MIN_MARGIN = 1e-3  # between the two best tokens of a greedy step, so that rounding cannot change a reply
-LETTERS = {"F": "full_attention", "w": "sliding_attention"}
+LETTERS = {"F": "full_attention", "w": "sliding_attention", "L": "linear_attention"}
 DECLARED = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text())
 KINDS = ("dense", "sparse", "named")
 SHAPE = DECLARED["shape"]
 NAMES = [name for kind in KINDS for name in DECLARED[kind]]
+LINEAR = [*DECLARED["linear"]]
 LONG_FACTORS = {"short_factor": [1 + i / 64 for i in range(64)], "long_factor": [1 + i * i / 64 for i in range(64)]}
 
 
 def settings_of(name: str) -> dict[str, Any]:
     """The settings of a case, as a config.json would have them."""
-    found = SHAPE | next(DECLARED[kind][name] for kind in KINDS if name in DECLARED[kind])
+    found = SHAPE | next(DECLARED[kind][name] for kind in (*KINDS, "linear") if name in DECLARED[kind])
     if letters := found.pop("layers", None):
         found["layer_types"] = [LETTERS[letter] for letter in letters]
     return found

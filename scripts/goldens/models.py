@@ -89,7 +89,8 @@ def run(model, tokens, attention_mask=None) -> torch.Tensor:
     out = model(tokens, attention_mask=attention_mask, position_ids=positions, output_attentions=True, use_cache=False)
     i, j = torch.arange(tokens.shape[1])[:, None], torch.arange(tokens.shape[1])[None, :]
     real = torch.ones_like(tokens) if attention_mask is None else attention_mask
-    for layer, (kind, weights) in enumerate(zip(layer_types_of(model.config), out.attentions, strict=True)):
+    kinds = [kind for kind in layer_types_of(model.config) if kind != "linear_attention"]
+    for layer, (kind, weights) in enumerate(zip(kinds, out.attentions, strict=True)):
         visible = (j <= i) & (j > i - model.config.sliding_window) if kind == "sliding_attention" else j <= i
         visible = visible[None, None] & real[:, None, None, :].bool()
         # Queries that are padding themselves see whatever eager attention gives them.

@@ -22,7 +22,7 @@ from pallas_kernels.math.spec import Packing, PerHead
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.experts import ExpertLoad
 from swa_jax.model.layer_stacks import rope_groups
-from swa_jax.model.layer_types import CHUNKED, FULL, HYBRID, LAYER_TYPES, SWITCH, WINDOW
+from swa_jax.model.layer_types import CHUNKED, FULL, HYBRID, LAYER_TYPES, LINEAR, SWITCH, WINDOW
 from swa_jax.model.layers import Norm, RopeTables, drawn, linear, rms_normed, rope_distance
 from swa_jax.model.mesh_attention import StaticOptions, attention_on_mesh
 from swa_jax.model.parameters import ROUTERS
@@ -39,7 +39,7 @@ class LayerData:
     """What differs by layer, as data that is scanned with the weights; a layer gets its row of it."""
 
     kinds: tuple[str, ...] = dataclasses.field(metadata={"static": True})  # the layer types that are compiled
-    kind: jax.Array  # [L] int32: index into `kinds`
+    kind: jax.Array  # [L] int32: index into `kinds`; of linear layers, which attend in no way, 0
     full_heads: jax.Array  # [L, K] bool: the KV heads that stay full, K being the most that a layer has
     rope: jax.Array  # [L] int32: index into the RoPE tables of the layer's head_dim
     inputs: jax.Array | None = None  # [L, B, T, P]: see `layer_inputs`; of the tokens, not of the pattern
@@ -80,8 +80,8 @@ class AttentionContext:
 
 
 def kinds_of(pattern: AttentionPattern) -> tuple[str, ...]:
-    """The layer types that occur in a pattern, in a fixed order."""
-    return tuple(kind for kind in LAYER_TYPES if kind in pattern.layer_types)
+    """The types of attention layers that occur in a pattern, in a fixed order."""
+    return tuple(kind for kind in LAYER_TYPES if kind in pattern.layer_types and kind != LINEAR)
 
 
 def layer_data(pattern: AttentionPattern, config: ModelConfig, kinds: tuple[str, ...] = ()) -> LayerData:
@@ -90,7 +90,7 @@ def layer_data(pattern: AttentionPattern, config: ModelConfig, kinds: tuple[str,
     full_heads = np.zeros((pattern.num_layers, config.most_kv_heads), bool)
     for layer, heads in enumerate(pattern.full_kv_heads):
         full_heads[layer, list(heads)] = True
-    kind = np.array([kinds.index(kind) for kind in pattern.layer_types], np.int32)
+    kind = np.array([0 if kind == LINEAR else kinds.index(kind) for kind in pattern.layer_types], np.int32)
     tables, sizes = rope_groups(config), (size for _, size in config.head_shapes)
     layers = zip(config.rope_kinds_by_layer, sizes, strict=True)
     rope = np.array([tables[size].index(name) for name, size in layers], np.int32)
@@ -177,7 +177,7 @@ class Attention(nnx.Module):
             self.q_norm = Norm("layers.attention.q_norm", config, dtype)
         if config.qk_norm and self.has_keys:
             self.k_norm = Norm("layers.attention.k_norm", config, dtype)
-        if config.attention_gate != "none":
+        if config.attention_gate in ("head", "channel"):
             self.g_proj = linear("layers.attention.g_proj", config, dtype, rngs)
         if config.sink_logits:
             self.sink_logits = drawn("layers.attention.sink_logits", config, dtype, rngs)
@@ -199,7 +199,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, Rotation | None]:
         """As `qkv`, with queries that are still to be rotated by the last result."""
         size, width = self.config.head_dim, self.width
-        q = self.q_proj.to_heads(x, width)
+        q = self.queries_and_gate(x)[0] if self.gated_by_queries else self.q_proj.to_heads(x, width)
         k = self.k_proj.to_heads(x, width) if self.has_keys else None
         v = self.v_proj.to_heads(x, self.config.v_head_dim or width) if hasattr(self, "v_proj") else k
         rotation = None
@@ -232,8 +232,18 @@ class Attention(nnx.Module):
         """The channels of a row between the projections: two heads of 64 lie side by side in a register's lanes."""
         config = self.config
         even = config.num_attention_heads % 2 == config.num_key_value_heads % 2 == 0
-        pairs = config.head_dim == 64 and even and not config.qk_norm and config.v_head_dim is None
-        return 2 * config.head_dim if pairs else config.head_dim
+        plain = not (config.qk_norm or self.gated_by_queries) and config.v_head_dim is None
+        return 2 * config.head_dim if config.head_dim == 64 and even and plain else config.head_dim
+
+    @property
+    def gated_by_queries(self) -> bool:
+        return self.config.attention_gate == "query"
+
+    def queries_and_gate(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Both halves of the query projection of x [B, T, d], [B, T, H, D] each. XLA computes what is asked for twice
+        once."""
+        first, second = jnp.split(self.q_proj.to_heads(x, 2 * self.config.head_dim), 2, axis=-1)
+        return first, second
 
     def full_heads(self, row: LayerData) -> jax.Array:
         """Which of the layer's KV heads stay full: [K] bool."""
@@ -256,8 +266,8 @@ class Attention(nnx.Module):
         if self.config.attention_gate != "none":
             width = 1 if self.config.attention_gate == "head" else mixed.shape[-1]
             act = nnx.sigmoid if self.config.attention_gate_act == "sigmoid" else nnx.softplus
-            gate = act(self.g_proj.to_heads(x, width).astype(jnp.float32))  # [B, T, H, 1 or D]
-            mixed = mixed * gate.astype(mixed.dtype)
+            gate = self.queries_and_gate(x)[1] if self.gated_by_queries else self.g_proj.to_heads(x, width)
+            mixed = mixed * act(gate.astype(jnp.float32)).astype(mixed.dtype)  # the gate is [B, T, H, 1 or D]
         if self.width != self.config.head_dim:
             mixed = _kept_apart(mixed.reshape(*mixed.shape[:2], -1, self.width))
         return self.o_proj.from_heads(mixed)

@@ -13,6 +13,7 @@ from flax import nnx
 from swa_jax.model.attention import Attention, AttentionContext, KeysValues, LayerData, Routing
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.experts import ExpertLoad, MixtureOfExperts
+from swa_jax.model.gated_delta import GatedDelta
 from swa_jax.model.layer_inputs import InputReader
 from swa_jax.model.layer_stacks import LayerStack, head_groups, layer_stacks
 from swa_jax.model.layers import MLP, Norm, rms_normed
@@ -49,7 +50,8 @@ class Stream(NamedTuple):
 
 
 class Block(nnx.Module):
-    """One decoder layer: attention, then MLP, each with a norm before it, on what it gives, or both.
+    """One decoder layer: attention, or Gated DeltaNet in a linear layer, then MLP, each with a norm before it, on what it
+    gives, or both.
 
     The norms before are `input_norm` and `post_attention_norm` (of the MLP's input), those after `attention_out_norm`
     and `mlp_out_norm`. In a parallel layer the MLP reads what attention reads. A dense layer has an `mlp`, a sparse one
@@ -64,7 +66,9 @@ class Block(nnx.Module):
             return Norm(f"layers.{name}", config, dtype) if config.norm_placement in placements else None
 
         self.input_norm = norm("input_norm", "pre", "sandwich", "parallel")
-        self.attention = Attention(config, routed, dtype, rngs)
+        self.gated_delta = nnx.data(GatedDelta(config, dtype, rngs) if config.linear_layers else None)
+        if self.gated_delta is None:
+            self.attention = Attention(config, routed, dtype, rngs)
         self.attention_out_norm = norm("attention_out_norm", "post", "sandwich")
         self.post_attention_norm = norm("post_attention_norm", "pre", "sandwich")
         self.mlp = nnx.data(MLP(config, dtype, rngs) if config.has_mlps else None)
@@ -82,7 +86,12 @@ class Block(nnx.Module):
 
     def __call__(self, stream: Stream, row: LayerData, context: AttentionContext) -> tuple[Stream, Routing]:
         """The stream before this layer and the layer's data -> the stream behind it, routing [B, T]."""
-        mixed, routing, made = self.attention(self.attention_input(stream.x), row, context, stream.read_by(self))
+        read = self.attention_input(stream.x)
+        if self.gated_delta is not None:
+            (mixed, _), none = self.gated_delta(read, context.segment_ids), jnp.zeros(read.shape[:2], jnp.float32)
+            routing, made = Routing(none, none, none), (None, None)
+        else:
+            mixed, routing, made = self.attention(read, row, context, stream.read_by(self))
         counted = None if context.segment_ids is None else context.segment_ids != 0
         x, load = self.after_attention(stream.x, mixed, row, context.partition, counted)
         return stream.behind(self, x, *made), routing._replace(experts=load)

@@ -3,6 +3,7 @@
 A ring keeps the first `num_sink_tokens` positions and the last `window` others; the entry of a position is computed,
 never stored. Entries a (layer, KV head): T_max whole, or min(window + num_sink_tokens, T_max). A layer that reads the
 keys of another has no entries. Layers whose KV heads have another shape (`head_groups`) have two pools of their own.
+Linear layers have no keys: of all tokens together they keep a `LinearState`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from swa_jax.model.config import ModelConfig
+from swa_jax.model.gated_delta import LinearState, empty_state
 from swa_jax.model.layer_stacks import HeadGroup, head_groups
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition, constrain
@@ -39,11 +41,12 @@ class KVCache:
 
     pools: tuple[CachePools, ...]
     lengths: jax.Array  # [B] int32: the tokens of each sequence so far
+    states: LinearState | None = None  # of the linear layers, [layers, B, ...]; None where there are none
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values, as held in memory."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.pools))
+        """Bytes of keys, values and states, as held in memory."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves((self.pools, self.states)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +140,11 @@ def _slots(member: np.ndarray, shards: int) -> tuple[np.ndarray, int]:
 
 
 def allocate(
-    layouts: tuple[CacheLayout, ...], batch: int, dtype: jax.typing.DTypeLike, partition: Partition | None = None
+    config: ModelConfig,
+    layouts: tuple[CacheLayout, ...],
+    batch: int,
+    dtype: jax.typing.DTypeLike,
+    partition: Partition | None = None,
 ) -> KVCache:
     """Empty caches of `batch` sequences, on a mesh split by KV heads and by sequences."""
 
@@ -149,11 +156,16 @@ def allocate(
         whole, ring = (layout.whole_rows, layout.max_length), (layout.ring_rows, layout.ring_entries)
         return CachePools(*(pool(layout, *shape) for shape in (whole, whole, ring, ring)))
 
-    return KVCache(tuple(map(pools, layouts)), constrain(jnp.zeros(batch, jnp.int32), partition, "batch"))
+    def of_all(x: jax.Array) -> jax.Array:
+        return constrain(jnp.stack([x] * len(config.linear_layers)), partition, None, "batch", *[None] * (x.ndim - 1))
+
+    states = jax.tree.map(of_all, empty_state(config, batch, dtype)) if config.linear_layers else None
+    return KVCache(tuple(map(pools, layouts)), constrain(jnp.zeros(batch, jnp.int32), partition, "batch"), states)
 
 
 def cache_bytes(config: ModelConfig, pattern: AttentionPattern, batch: int, max_length: int, itemsize: int) -> int:
-    """Bytes of the cache by the formula: sum over (layer, KV head) of B * entries * 2 * D * itemsize."""
+    """Bytes of the cache by the formula: sum over (layer, KV head) of B * entries * 2 * D * itemsize; and the states of
+    linear layers."""
     window = pattern.sliding_window or max_length
     ring = min(window + pattern.num_sink_tokens, max_length)
     numbers = 0
@@ -161,7 +173,9 @@ def cache_bytes(config: ModelConfig, pattern: AttentionPattern, batch: int, max_
         kv_heads, head_dim = config.head_shapes[layer]
         if config.kv_sources[layer] == layer:  # a cache of its own
             numbers += int(np.where(whole[:kv_heads], max_length, ring).sum()) * head_dim
-    return numbers * batch * 2 * itemsize
+    state = jax.eval_shape(lambda: empty_state(config, 1, jnp.bfloat16))
+    states = len(config.linear_layers) * (state.heads.size * 4 + state.inputs.size * itemsize)
+    return batch * (numbers * 2 * itemsize + states)
 
 
 def ring_positions(layout: CacheLayout, lengths: jax.Array) -> jax.Array:

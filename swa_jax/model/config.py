@@ -36,6 +36,7 @@ _BOUNDS = {
     **dict.fromkeys(("sigmoid_bias", "router_bias_init"), (-1e6, 1e6)),
     **dict.fromkeys(("max_position_embeddings", "vocab_size"), (1, 2**31 - 1)),
     "hidden_size_per_layer_input": (0, 2**31 - 1),
+    "linear_conv_kernel_dim": (2, 1024),
 }  # fmt: skip
 # What layers with "global" rotary embeddings may have of their own; None: as the others.
 GLOBAL_FIELDS = (
@@ -86,7 +87,11 @@ class ModelConfig:
         whose shape each layer learns, is for the second (Apertus).
       sink_logits: each head has a learned logit that enters the denominator of its softmax only (gpt-oss).
       attention_gate, attention_gate_act: what a head says is multiplied with a function of a projection of attention's
-        input: one number a head, or one a channel (AFMoE). "none": it is not.
+        input: one number a head, or one a channel (AFMoE). "none": it is not. "query": one a channel, from the second
+        half of what the query projection gives each head (Qwen3.5).
+      linear_layers: the numbers of the layers that mix tokens by Gated DeltaNet (`gated_delta`) and have no attention.
+      linear_num_key_heads, linear_num_value_heads, linear_key_head_dim, linear_value_head_dim, linear_conv_kernel_dim:
+        their heads, several of values to one of keys, the channels of a head, and the tokens of the convolution.
       num_experts, num_experts_per_tok, moe_intermediate_size: the experts of a layer's MLP, how many of them a token
         meets, and the width of one. 0 experts: dense MLPs of width `intermediate_size`.
       router_scores, router_choice_bias: what a router makes of its logits: probabilities, or each logit's own sigmoid.
@@ -157,8 +162,14 @@ class ModelConfig:
     logit_multiplier: float = 1.0
     tie_word_embeddings: bool = False
     sink_logits: bool = False
-    attention_gate: Literal["none", "head", "channel"] = "none"
+    attention_gate: Literal["none", "head", "channel", "query"] = "none"
     attention_gate_act: Literal["sigmoid", "softplus"] = "sigmoid"
+    linear_layers: tuple[int, ...] = ()
+    linear_num_key_heads: int = 1
+    linear_num_value_heads: int = 1
+    linear_key_head_dim: int = 1
+    linear_value_head_dim: int = 1
+    linear_conv_kernel_dim: int = 4
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
@@ -191,7 +202,8 @@ class ModelConfig:
             "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta",
             "local_rope_theta", "partial_rotary_factor", "attention_scale", "attention_softcap", "logit_softcap",
             "swiglu_limit", "global_head_dim", "num_global_key_value_heads", "num_global_attention_heads",
-            "global_partial_rotary_factor", "v_head_dim",
+            "global_partial_rotary_factor", "v_head_dim", "linear_num_key_heads", "linear_num_value_heads",
+            "linear_key_head_dim", "linear_value_head_dim",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -215,6 +227,7 @@ class ModelConfig:
                 )
         if self.v_head_dim is not None and self.v_head_dim > self.head_dim:
             raise ConfigError(f"v_head_dim ({self.v_head_dim}) must be at most head_dim ({self.head_dim})")
+        self._check_linear()
         self._check_shared()
         if self.hidden_size_per_layer_input and self.vocab_size_per_layer_input < 1:
             raise ConfigError("vocab_size_per_layer_input must be above 0 where layers have inputs of their own")
@@ -231,6 +244,19 @@ class ModelConfig:
         if self.hidden_act == "xielu" and (self.gated_mlp or self.num_experts):
             raise ConfigError("hidden_act 'xielu' is for dense MLPs without a gate: set gated_mlp to false")
         self._check_experts()
+
+    def _check_linear(self) -> None:
+        object.__setattr__(self, "linear_layers", tuple(sorted({*self.linear_layers})))
+        for layer in self.linear_layers:
+            if not 0 <= layer < self.num_hidden_layers:
+                raise ConfigError(f"linear_layers names layer {layer}, the model has 0 to {self.num_hidden_layers - 1}")
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            raise ConfigError(
+                f"linear_num_value_heads ({self.linear_num_value_heads}) must be a multiple of linear_num_key_heads "
+                f"({self.linear_num_key_heads})"
+            )
+        if self.linear_layers and (self.num_kv_shared_layers or self.heads_differ):
+            raise ConfigError("linear_layers needs attention layers whose heads are alike, each with keys of its own")
 
     def _check_shared(self) -> None:
         layers, shared = self.num_hidden_layers, self.num_kv_shared_layers
@@ -341,6 +367,17 @@ class ModelConfig:
         return self.rope_layers or every * self.num_hidden_layers
 
     @functools.cached_property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that are not linear: those that a pattern speaks of."""
+        return tuple(layer for layer in range(self.num_hidden_layers) if layer not in self.linear_layers)
+
+    @property
+    def linear_channels(self) -> int:
+        """The channels of the convolution of a linear layer."""
+        queries_and_keys = 2 * self.linear_num_key_heads * self.linear_key_head_dim
+        return queries_and_keys + self.linear_num_value_heads * self.linear_value_head_dim
+
+    @functools.cached_property
     def mlp_kinds(self) -> tuple[MlpKind, ...]:
         return self.mlp_layer_types or ("sparse" if self.num_experts else "dense",) * self.num_hidden_layers
 
@@ -389,10 +426,12 @@ class ModelConfig:
 
     @functools.cached_property
     def kv_sources(self) -> tuple[int, ...]:
-        """For each layer the one whose keys and values it reads: itself, or one before it; -1 where there is none."""
+        """For each layer the one whose keys and values it reads: itself, or one before it; -1 where there is none, as
+        in linear layers."""
         kinds, own = self.rope_kinds_by_layer, self.num_hidden_layers - self.num_kv_shared_layers
         last = {kind: layer for layer, kind in enumerate(kinds[:own])}
-        return tuple(layer if layer < own else last.get(kinds[layer], -1) for layer in range(len(kinds)))
+        sources = [layer if layer < own else last.get(kinds[layer], -1) for layer in range(len(kinds))]
+        return tuple(-1 if layer in self.linear_layers else source for layer, source in enumerate(sources))
 
     @property
     def rotary_dim(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from pallas_kernels.math.spec import segment_positions
@@ -29,6 +30,7 @@ from swa_jax.model.cached_attention import (
     with_visits,
 )
 from swa_jax.model.config import ModelConfig
+from swa_jax.model.gated_delta import LinearState
 from swa_jax.model.layer_inputs import LayerInputs
 from swa_jax.model.layer_stacks import head_groups
 from swa_jax.model.layer_types import SWITCH
@@ -260,8 +262,11 @@ class Decoder(nnx.Module):
                 pools = put_prompts(k, v, pools, place, ring, partition)
             return mixed, pools, (k, v)
 
+        def linear(block: Block, x: jax.Array, _: LinearState) -> tuple[jax.Array, LinearState]:
+            return block.gated_delta(x, count=lengths)
+
         cache = dataclasses.replace(cache, lengths=lengths)
-        stream, cache = self._through_cache(attend, tokens, cache, layouts, partition)
+        stream, cache = self._through_cache(attend, linear, tokens, cache, layouts, partition)
         last = jnp.take_along_axis(stream.x, lengths[:, None, None] - 1, axis=1)[:, 0]  # [B, d]
         return self.logits(self.norm(last)), cache
 
@@ -301,8 +306,11 @@ class Decoder(nnx.Module):
             queries = jax.ShapeDtypeStruct(shape, self.embedding[...].dtype)
             steps.append(with_visits(step, queries, pools, layout, context))
 
+        def linear(block: Block, x: jax.Array, before: LinearState) -> tuple[jax.Array, LinearState]:
+            return block.gated_delta(x, before=before, count=None if active is None else active.astype(jnp.int32))
+
         attend = functools.partial(_attend_to_cache, decode_layer, context, layouts, steps)
-        stream, cache = self._through_cache(attend, tokens[:, None], cache, layouts, partition)
+        stream, cache = self._through_cache(attend, linear, tokens[:, None], cache, layouts, partition)
         lengths = lengths if active is None else jnp.where(active, lengths, cache.lengths)
         return self.logits(self.norm(stream.x[:, 0])), dataclasses.replace(cache, lengths=lengths)
 
@@ -336,18 +344,28 @@ class Decoder(nnx.Module):
         )
         alone = None if partition is None else partition.of_one_row
 
+        def linear(block: Block, x: jax.Array, before: LinearState) -> tuple[jax.Array, LinearState]:
+            def put(every: jax.Array, one: jax.Array) -> jax.Array:
+                return jax.lax.dynamic_update_slice_in_dim(every, one, row, 0)
+
+            mine = (jax.lax.dynamic_slice_in_dim(state, row, 1) for state in before)
+            known = LinearState(*(jnp.where(chunk.start > 0, state, 0) for state in mine))  # else another sequence's
+            mixed, behind = block.gated_delta(x, before=known, count=count[None])
+            return mixed, jax.tree.map(put, before, behind)
+
         attend = functools.partial(_attend_to_cache, extend_layer, context, layouts, [chunk] * len(layouts))
-        stream, cache = self._through_cache(attend, tokens[None], cache, layouts, alone)
+        stream, cache = self._through_cache(attend, linear, tokens[None], cache, layouts, alone)
         pools = list(cache.pools)
         for i, (made, layout) in enumerate(zip(stream.made, layouts, strict=False)):
             if layout.source is not None:
                 pools[i] = put_rings(*made, pools[i], layout, chunk, partition)
         lengths = cache.lengths.at[row].add(count)
-        return self.logits(self.norm(stream.x[0, count - 1])), KVCache(tuple(pools), lengths)
+        return self.logits(self.norm(stream.x[0, count - 1])), KVCache(tuple(pools), lengths, cache.states)
 
     def _through_cache(
         self,
         attend: Callable[..., tuple[jax.Array, CachePools, MadeKeys]],
+        linear: Callable[[Block, jax.Array, LinearState], tuple[jax.Array, LinearState]],
         tokens: jax.Array,
         cache: KVCache,
         layouts: tuple[CacheLayout, ...],
@@ -356,22 +374,30 @@ class Decoder(nnx.Module):
         """The stream behind the last layer, and the cache with the tokens [B, T] in.
 
         `attend(block, stream, the layer's data, pools, place)` is the attention of a layer: what it gives [B, T, d],
-        the pools of its group with its keys in, and those keys and values.
+        the pools of its group with its keys in, and those keys and values. `linear(block, what the layer reads [B, T, d],
+        its state)` is the mixer of a linear layer: what it gives, and the state with the tokens in.
         """
+        Carry = tuple[Stream, tuple[CachePools, ...], LinearState | None]
 
-        def layer(
-            carry: tuple[Stream, tuple[CachePools, ...]], block: Block, scanned: tuple
-        ) -> tuple[tuple[Stream, tuple[CachePools, ...]], None]:
-            (stream, pools), (row, places) = carry, scanned
-            mixed, own, made = attend(block, stream, row, pools[block.group], places[block.group])
-            pools = tuple(own if i == block.group else other for i, other in enumerate(pools))
+        def layer(carry: Carry, block: Block, scanned: tuple) -> tuple[Carry, None]:
+            (stream, pools, states), (row, places, slot) = carry, scanned
+            made: MadeKeys = (None, None)
+            if block.gated_delta is not None:
+                mixed, state = linear(block, block.attention_input(stream.x), jax.tree.map(lambda x: x[slot], states))
+                states = jax.tree.map(lambda every, one: every.at[slot].set(one), states, state)
+            else:
+                mixed, own, made = attend(block, stream, row, pools[block.group], places[block.group])
+                pools = tuple(own if i == block.group else other for i, other in enumerate(pools))
             x, _ = block.after_attention(stream.x, mixed, row, partition)
-            return (stream.behind(block, x, *made), pools), None
+            return (stream.behind(block, x, *made), pools, states), None
 
         stream, data = self.begin(tokens, partition=partition)
-        places = tuple(map(layer_places, layouts))
-        (stream, pools), _ = self.scan(layer, (stream, cache.pools), (data, places))
-        return stream, dataclasses.replace(cache, pools=pools)
+        slots = None  # where the states of linear layers lie, by layer
+        if linear_layers := self.config.linear_layers:
+            slots = jnp.asarray(np.searchsorted(linear_layers, np.arange(self.config.num_hidden_layers)))
+        scanned = data, tuple(map(layer_places, layouts)), slots
+        (stream, pools, states), _ = self.scan(layer, (stream, cache.pools, cache.states), scanned)
+        return stream, dataclasses.replace(cache, pools=pools, states=states)
 
     def context(
         self,

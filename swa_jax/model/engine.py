@@ -116,13 +116,14 @@ class Engine:
         graph, self._weights = nnx.split(model)
         self._setup = GenerationSetup(graph, self.max_length, partition)
         layouts = layouts_of(model, self.max_length, partition)
-        empty = functools.partial(allocate, layouts, slots, model.embedding[...].dtype, partition)
+        empty = functools.partial(allocate, model.config, layouts, slots, model.embedding[...].dtype, partition)
         self._cache = jax.jit(empty)()
         zeros = jnp.zeros(slots, jnp.int32)
         self._sequences = Sequences(zeros, zeros, jnp.zeros(slots, bool), jnp.zeros(slots, jnp.uint32), zeros, zeros)
         self.num_slots = slots
         self._slots: dict[int, _Slot] = {}
-        self._prefixes = PrefixStore(prefixes, rings=any(layout.ring_rows for layout in layouts))
+        rings = any(layout.ring_rows for layout in layouts) or bool(model.config.linear_layers)
+        self._prefixes = PrefixStore(prefixes, rings=rings)
 
     @property
     def cache_bytes(self) -> int:

@@ -243,7 +243,7 @@ def _prefill(
     setup: GenerationSetup, weights: nnx.State, tokens: jax.Array, lengths: jax.Array
 ) -> tuple[jax.Array, KVCache]:
     model, layouts = setup.build(weights)
-    cache = allocate(layouts, tokens.shape[0], model.embedding[...].dtype, setup.partition)
+    cache = allocate(model.config, layouts, tokens.shape[0], model.embedding[...].dtype, setup.partition)
     tokens = constrain(tokens, setup.partition, "batch", "sequence")
     return model.prefill(tokens, lengths, cache, layouts, partition=setup.partition)
 

@@ -14,7 +14,7 @@ class LayerStack(NamedTuple):
 
     name: str  # in the decoder's tree, as in "layers.NAME.mlp.up_proj"; "" where all layers are one stack
     layers: tuple[int, ...]  # their numbers
-    group: int  # the number of their `HeadGroup`
+    group: int  # the number of their `HeadGroup`; of linear layers, which have none, 0
     config: ModelConfig  # a model of such layers alone, which are one stack there
 
 
@@ -30,16 +30,16 @@ class HeadGroup(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def layer_stacks(config: ModelConfig) -> tuple[LayerStack, ...]:
     """The stacks of a model, in the order of their first layers."""
-    mixed, sources = len({*config.mlp_kinds}) > 1, config.kv_sources
+    mixed, sources, linear = len({*config.mlp_kinds}) > 1, config.kv_sources, config.linear_layers
     names = []
     for layer, rope in enumerate(config.rope_kinds_by_layer):
         words = ["global" if rope == "global" else "local"] * config.heads_differ
-        words += ["shared"] * (sources[layer] != layer)
-        names.append("_".join(words + [config.mlp_kinds[layer]] * mixed))
+        words += ["linear"] if layer in linear else ["shared"] * (sources[layer] != layer)
+        names.append("_".join(words + [config.mlp_kinds[layer]] * mixed) or "attending" * bool(linear))
     found = []
     for name in dict.fromkeys(names):
         layers = tuple(layer for layer, other in enumerate(names) if other == name)
-        group = next(i for i, group in enumerate(head_groups(config)) if layers[0] in group.layers)
+        group = next((i for i, group in enumerate(head_groups(config)) if layers[0] in group.layers), 0)
         found.append(LayerStack(name, layers, group, _alone(config, layers)))
     return tuple(found) if len(found) > 1 else (found[0]._replace(name="", config=config),)
 
@@ -54,8 +54,8 @@ def head_groups(config: ModelConfig) -> tuple[HeadGroup, ...]:
     """The groups of a model, in the order of their first layers."""
     kinds = [rope == "global" and config.heads_differ for rope in config.rope_kinds_by_layer]
     found = []
-    for kind in dict.fromkeys(kinds):
-        layers = tuple(layer for layer, other in enumerate(kinds) if other == kind)
+    for kind in dict.fromkeys(kinds[layer] for layer in config.attention_layers):
+        layers = tuple(layer for layer in config.attention_layers if kinds[layer] == kind)
         found.append(HeadGroup(layers, config.query_heads[layers[0]], *config.head_shapes[layers[0]]))
     return tuple(found)
 
@@ -70,7 +70,8 @@ def rope_groups(config: ModelConfig) -> dict[int, tuple[RopeKind, ...]]:
 def _alone(config: ModelConfig, layers: tuple[int, ...]) -> ModelConfig:
     """A model of some layers that are alike."""
     kv_heads, head_dim = config.head_shapes[layers[0]]
-    reads_others = config.kv_sources[layers[0]] != layers[0]
+    is_linear = layers[0] in config.linear_layers
+    reads_others = not is_linear and config.kv_sources[layers[0]] != layers[0]
     is_global = config.heads_differ and config.rope_kinds_by_layer[layers[0]] == "global"
     changes: dict = {
         "num_hidden_layers": len(layers),
@@ -80,6 +81,7 @@ def _alone(config: ModelConfig, layers: tuple[int, ...]) -> ModelConfig:
         **dict.fromkeys(GLOBAL_FIELDS),
         "rope_layers": config.rope_layers and tuple(config.rope_layers[layer] for layer in layers),
         "mlp_layer_types": (),
+        "linear_layers": tuple(range(len(layers))) if is_linear else (),
         "attention_k_eq_v": config.attention_k_eq_v and config.rope_kinds_by_layer[layers[0]] == "global",
         "num_kv_shared_layers": len(layers) * reads_others,
     }

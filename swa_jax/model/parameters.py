@@ -106,7 +106,7 @@ def parameters(config: ModelConfig, routed: bool = False) -> tuple[Parameter, ..
 
 def _layer(config: ModelConfig, routed: bool) -> list[Parameter]:
     """The parameters of a layer, in a model whose layers are all alike."""
-    rows = [*_norms(config), *_attention(config, routed)]
+    rows = [*_norms(config), *(_gated_delta(config) if config.linear_layers else _attention(config, routed))]
     if config.has_mlps:
         rows += _mlp(config)
     if config.num_experts:
@@ -168,7 +168,7 @@ def _attention(config: ModelConfig, routed: bool) -> list[Parameter]:
     has_keys = not config.num_kv_shared_layers
     rows = []
     for name, shape, axes, has_bias, is_there in (
-        ("q_proj", (d, queries), ("embed", "heads"), bias, True),
+        ("q_proj", (d, queries * (1 + (config.attention_gate == "query"))), ("embed", "heads"), bias, True),
         ("k_proj", (d, keys), ("embed", "kv_heads"), bias, has_keys),
         ("v_proj", (d, values), ("embed", "kv_heads"), bias, has_keys and not config.attention_k_eq_v),
         ("o_proj", (said, d), ("heads", "embed"), out_bias, True),
@@ -179,7 +179,7 @@ def _attention(config: ModelConfig, routed: bool) -> list[Parameter]:
         by_head = config.qk_norm_over == "head"
         for name, whole in (("q_norm", queries), ("k_norm", keys))[: 1 + has_keys]:
             rows += _norm(f"attention.{name}", f"self_attn.{name}", size if by_head else whole, config)
-    if config.attention_gate != "none":
+    if config.attention_gate in ("head", "channel"):
         width = config.num_attention_heads if config.attention_gate == "head" else said
         rows += _projection("attention.g_proj", "self_attn.g_proj", (d, width), ("embed", "heads"), False, config)
     if config.sink_logits:
@@ -190,6 +190,30 @@ def _attention(config: ModelConfig, routed: bool) -> list[Parameter]:
         path, first = "router.proj", nnx.initializers.constant(config.router_bias_init)
         rows += _linear(f"attention.{path}", f"self_attn.{path}", (d, 1), (None, None), config, bias_init=first)
     return rows
+
+
+def _gated_delta(config: ModelConfig) -> list[Parameter]:
+    """The mixer of a linear layer, which lies whole on every device of a mesh's `tensor`."""
+    d, heads, path = config.hidden_size, config.linear_num_value_heads, "gated_delta"
+    said, rows = heads * config.linear_value_head_dim, []
+    for name, width in (("qkv", config.linear_channels), ("z", said), ("b", heads), ("a", heads)):
+        place, hf_name = f"{path}.in_proj_{name}", f"linear_attn.in_proj_{name}"
+        rows += _projection(place, hf_name, (d, width), ("embed", None), False, config)
+    rows += _projection(f"{path}.out_proj", "linear_attn.out_proj", (said, d), (None, "embed"), False, config)
+    ones, draw = nnx.initializers.ones, normal(config.initializer_range)
+    for name, shape, init, hf_name in (
+        ("conv", (config.linear_channels, 1, config.linear_conv_kernel_dim), draw, "conv1d.weight"),
+        ("A_log", (heads,), _log_rates, "A_log"),
+        ("dt_bias", (heads,), ones, "dt_bias"),
+        ("norm_scale", (config.linear_value_head_dim,), ones, "norm.weight"),
+    ):
+        rows.append(Parameter((path, name), shape, (None,) * len(shape), init, f"linear_attn.{hf_name}"))
+    return rows
+
+
+def _log_rates(key: jax.Array, shape: Any, dtype: Any = jnp.float32, out_sharding: Any = None) -> jax.Array:
+    """Logarithms of rates of decay, as Hugging Face's class draws them."""
+    return jnp.log(jax.random.uniform(key, shape, jnp.float32, 0.01, 16)).astype(dtype)
 
 
 def _mlp(config: ModelConfig) -> list[Parameter]:

@@ -17,7 +17,7 @@ from swa_jax.base.errors import ConfigError
 from swa_jax.base.files import parse_json, write_text
 from swa_jax.base.settings import from_dict, nearest
 from swa_jax.model.config import ModelConfig
-from swa_jax.model.layer_types import CHUNKED, FULL, HYBRID, LAYER_TYPES, SWITCH, WINDOW
+from swa_jax.model.layer_types import CHUNKED, FULL, HYBRID, LAYER_TYPES, LINEAR, SWITCH, WINDOW
 from swa_jax.model.recipes import read_recipe
 from swa_jax.model.window import Window
 
@@ -34,7 +34,8 @@ class AttentionPattern:
     """How each of a model's L layers attends, and inside a layer each KV head.
 
     Attributes:
-      layer_types: L names, each one of `swa_jax.model.layer_types.LAYER_TYPES`.
+      layer_types: L names, each one of `swa_jax.model.layer_types.LAYER_TYPES`. Layers without attention are
+        `linear_attention` in every pattern of their model: nothing chooses, counts or changes them.
       sliding_window: the visible keys of a windowed query, its own included, or the tokens of a chunk (Hugging Face's
         `attention_chunk_size`). None only if every layer is full.
       num_sink_tokens: how many first keys of a segment stay visible beside the window.
@@ -72,7 +73,7 @@ class AttentionPattern:
                 raise ConfigError(f"layer_types[{i}] is '{kind}'{nearest(kind, LAYER_TYPES)}")
             if kind != HYBRID and self.full_kv_heads[i : i + 1] not in ((), ((),)):
                 raise ConfigError(f"full_kv_heads[{i}] is set, but layer {i} is {kind}, not {HYBRID}")
-        if self.chunked and not set(self.layer_types) <= {FULL, CHUNKED}:
+        if self.chunked and not set(self.layer_types) <= {FULL, CHUNKED, LINEAR}:
             raise ConfigError(f"layer_types has {CHUNKED}: all other layers must be {FULL}, got {self.layer_types}")
         if not self.layer_types:
             raise ConfigError("layer_types is empty: a pattern needs at least one layer")
@@ -81,7 +82,7 @@ class AttentionPattern:
                 f"full_kv_heads has {len(self.full_kv_heads)} entries for {len(self.layer_types)} layers: "
                 "give one a layer"
             )
-        if self.sliding_window is None and set(self.layer_types) != {FULL}:
+        if self.sliding_window is None and not self.is_full:
             raise ConfigError("sliding_window is missing: every layer type but full_attention needs one")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ConfigError(f"sliding_window must be at least 1 (the query's own key), got {self.sliding_window}")
@@ -109,6 +110,16 @@ class AttentionPattern:
     def full_layers(self) -> tuple[int, ...]:
         """Indices (from 0) of the layers with full attention throughout."""
         return tuple(i for i, kind in enumerate(self.layer_types) if kind == FULL)
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Indices (from 0) of the layers that attend in some way; the others are linear."""
+        return tuple(i for i, kind in enumerate(self.layer_types) if kind != LINEAR)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every layer that attends is full."""
+        return self.full_layers == self.attention_layers
 
     @property
     def window(self) -> Window:
@@ -147,6 +158,13 @@ class AttentionPattern:
             raise ConfigError(
                 f"the pattern has {self.num_layers} layers, the model {model.num_hidden_layers}: they must agree"
             )
+        for layer, kind in enumerate(self.layer_types):
+            if (kind == LINEAR) != (layer in model.linear_layers):
+                is_linear = "a linear layer" if kind != LINEAR else "an attention layer"
+                raise ConfigError(
+                    f"layer_types[{layer}] is '{kind}', but layer {layer} of the model is {is_linear}: the linear "
+                    f"layers, and they alone, are '{LINEAR}'"
+                )
         for layer, heads in enumerate(self.full_kv_heads):
             count, _ = model.head_shapes[layer]
             wrong = [h for h in heads if not 0 <= h < count]
@@ -158,8 +176,8 @@ class AttentionPattern:
                 raise ConfigError(f"full_kv_heads[{layer}] names a KV head twice: {list(heads)}")
 
     def __str__(self) -> str:
-        """The effective per-layer map, on one screen: F full, w window, c chunks, h head hybrid, S switch."""
-        letters = {FULL: "F", WINDOW: "w", CHUNKED: "c", HYBRID: "h", SWITCH: "S"}
+        """The effective per-layer map, on one screen: F full, w window, c chunks, h head hybrid, S switch, L linear."""
+        letters = {FULL: "F", WINDOW: "w", CHUNKED: "c", HYBRID: "h", SWITCH: "S", LINEAR: "L"}
         row = "".join(letters[kind] for kind in self.layer_types)
         lines = [
             f"{self.num_layers} layers: {' '.join(row[i : i + 8] for i in range(0, len(row), 8))}",
@@ -223,7 +241,7 @@ class AttentionPattern:
 
         Args:
           recipe: such as "interleave-1-in-4+fa-decode"; `swa_jax.model.recipes` lists all.
-          num_layers: the number of layers, or a `ModelConfig`.
+          num_layers: the number of layers, or a `ModelConfig`, of whose layers those that attend are counted.
           sliding_window: None is 2048, unless every layer is full.
           num_sink_tokens: None is what the recipe says.
           full_attention_decode: None is what the recipe says.
@@ -231,31 +249,49 @@ class AttentionPattern:
 
         Raises `ConfigError`: an unknown recipe, or a number out of its range.
         """
-        layers = num_layers.num_hidden_layers if isinstance(num_layers, ModelConfig) else num_layers
-        layers = _integer("num_layers", layers)
-        if layers < 1:
-            raise ConfigError(f"num_layers must be at least 1, got {layers}")
+        if isinstance(num_layers, ModelConfig):
+            layers: Sequence[int] = num_layers.attention_layers
+        elif (number := _integer("num_layers", num_layers)) < 1:
+            raise ConfigError(f"num_layers must be at least 1, got {number}")
+        else:
+            layers = range(number)
         read = read_recipe(recipe, layers, seed)
         window = Window(sliding_window, num_sink_tokens, full_attention_decode).of(read.window, needed=False)
         provenance = {"method": recipe} | ({"seed": seed} if read.drawn else {})
-        return cls.from_full_layers(read.full_layers, layers, rest=read.rest, provenance=provenance, **window.fields)
+        return cls.from_full_layers(
+            read.full_layers, num_layers, rest=read.rest, provenance=provenance, **window.fields
+        )
 
     @classmethod
     def from_full_layers(
         cls,
         full_layers: Sequence[int],
-        num_layers: int,
+        num_layers: int | ModelConfig,
         sliding_window: int | None = None,
         *,
         rest: str = WINDOW,
         **fields: Any,
     ) -> AttentionPattern:
-        """Full attention in the named layers (from 0), `rest` in all others."""
+        """Full attention in the named layers (from 0), `rest` in all others that attend: a number stands for a model
+        whose layers all do."""
+        linear: tuple[int, ...] = ()
+        if isinstance(num_layers, ModelConfig):
+            num_layers, linear = num_layers.num_hidden_layers, num_layers.linear_layers
         wrong = [i for i in full_layers if not 0 <= i < num_layers]
         if wrong:
             raise ConfigError(f"full layer {wrong[0]} does not exist: the model has layers 0 to {num_layers - 1}")
-        types = tuple(FULL if i in set(full_layers) else rest for i in range(num_layers))
+        if wrong := [i for i in full_layers if i in linear]:
+            raise ConfigError(f"full layer {wrong[0]} is a linear layer of this model: it cannot attend")
+        types = (FULL if i in set(full_layers) else rest for i in range(num_layers))
+        types = tuple(LINEAR if i in linear else kind for i, kind in enumerate(types))
         return cls(types, sliding_window, **fields)
+
+    @classmethod
+    def everywhere(
+        cls, kind: str, num_layers: int | ModelConfig, sliding_window: int | None = None, **fields: Any
+    ) -> AttentionPattern:
+        """Every layer that attends does so in one way."""
+        return cls.from_full_layers((), num_layers, sliding_window, rest=kind, **fields)
 
     @classmethod
     def from_swaa_config(cls, config: Mapping[str, Any], num_layers: int) -> AttentionPattern:

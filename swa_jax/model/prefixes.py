@@ -1,6 +1,7 @@
 """Caches of prompts and replies that have been computed, so that what begins alike is not computed twice.
 
-A whole cache holds every prefix of what it holds; a ring only the one that it stands at. So a remembered sequence
+A whole cache holds every prefix of what it holds; a ring, or the state of a linear layer, only the one that it stands
+at. So a remembered sequence
 keeps its whole caches once and its rings at a few lengths: where the prompt ends, where the reply ends, and where
 another prompt has branched off.
 """
@@ -16,8 +17,10 @@ import jax
 import numpy as np
 
 from swa_jax.model.cache import KVCache
+from swa_jax.model.gated_delta import LinearState
 
-# Keys and values of one sequence, [heads, entries, D] each, for each of the cache's pools.
+# Keys and values of one sequence, [heads, entries, D] each, for each of the cache's pools. Behind the rings come the
+# states of linear layers, if there are any.
 Parts = tuple[tuple[jax.Array, jax.Array], ...]
 
 
@@ -40,7 +43,7 @@ class Match(NamedTuple):
 
 
 class PrefixStore:
-    """The last `size` sequences. `rings`: whether the model has ring caches."""
+    """The last `size` sequences. `rings`: whether the model has ring caches, or linear layers."""
 
     def __init__(self, size: int, *, rings: bool):
         self.size, self.has_rings = size, rings
@@ -86,8 +89,9 @@ def whole_of(cache: KVCache, row: jax.Array, *, length: int) -> Parts:
 
 @jax.jit
 def rings_of(cache: KVCache, row: jax.Array) -> Parts:
-    """One sequence's ring caches."""
-    return tuple((p.k_ring[:, row], p.v_ring[:, row]) for p in cache.pools)
+    """One sequence's ring caches, and its states."""
+    states = () if cache.states is None else ((cache.states.heads[:, row], cache.states.inputs[:, row]),)
+    return tuple((p.k_ring[:, row], p.v_ring[:, row]) for p in cache.pools) + states
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -95,17 +99,20 @@ def restored(cache: KVCache, row: jax.Array, whole: Parts | None, rings: Parts |
     """The cache with `length` tokens of a remembered sequence in one row; with none, an empty row."""
 
     def put(pool: jax.Array, values: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice(pool, values[:, None], (0, row, 0, 0)) if pool.size else pool
+        first = (0, row, *[0] * (pool.ndim - 2))
+        return jax.lax.dynamic_update_slice(pool, values[:, None], first) if pool.size else pool
 
-    pools = cache.pools
+    pools, states = cache.pools, cache.states
     if whole is not None:
         pools = tuple(
             dataclasses.replace(p, k_whole=put(p.k_whole, k), v_whole=put(p.v_whole, v))
             for p, (k, v) in zip(pools, whole, strict=True)
         )
     if rings is not None:
+        if states is not None:
+            states = LinearState(*map(put, states, rings[len(pools)]))
         pools = tuple(
             dataclasses.replace(p, k_ring=put(p.k_ring, k), v_ring=put(p.v_ring, v))
-            for p, (k, v) in zip(pools, rings, strict=True)
+            for p, (k, v) in zip(pools, rings[: len(pools)], strict=True)
         )
-    return KVCache(pools, cache.lengths.at[row].set(length))
+    return KVCache(pools, cache.lengths.at[row].set(length), states)

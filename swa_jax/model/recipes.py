@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -50,8 +51,8 @@ class Recipe(NamedTuple):
     drawn: bool  # with a seed
 
 
-def read_recipe(recipe: str, num_layers: int, seed: int) -> Recipe:
-    """Parse a recipe's name. Raises `ConfigError` for one that is not known."""
+def read_recipe(recipe: str, layers: Sequence[int], seed: int) -> Recipe:
+    """Parse a recipe's name, for a model of which these layers attend. Raises `ConfigError` for one that is not known."""
     first, _, more = recipe.partition("+")
     name, *suffixes = "+".join(part for part in (SWAA_ROWS.get(first, first), more) if part).split("+")
     decode, last_tokens, sink_tokens = False, 0, DEFAULT_SINK_TOKENS if name == "streaming" else 0
@@ -65,14 +66,14 @@ def read_recipe(recipe: str, num_layers: int, seed: int) -> Recipe:
         else:
             known = "+fa-decode, +last-tokens=N, +sink-tokens=K"
             raise ConfigError(f"recipe '{recipe}': unknown suffix '+{suffix}'; known: {known}")
-    full, rest = _full_layers(recipe, name, num_layers, seed)
-    size = DEFAULT_WINDOW if len(full) < num_layers else None
+    full, rest = _full_layers(recipe, name, layers, seed)
+    size = DEFAULT_WINDOW if len(full) < len(layers) else None
     return Recipe(full, rest, Window(size, sink_tokens, decode, last_tokens), name.startswith("random"))
 
 
-def _full_layers(recipe: str, name: str, num_layers: int, seed: int) -> tuple[list[int], str]:
+def _full_layers(recipe: str, name: str, layers: Sequence[int], seed: int) -> tuple[list[int], str]:
     """The full layers and the type of the others."""
-    everything = list(range(num_layers))
+    everything, num_layers = list(layers), len(layers)
     if name == "full":
         return everything, FULL
     if name in ("window", "streaming"):
@@ -93,8 +94,8 @@ def _full_layers(recipe: str, name: str, num_layers: int, seed: int) -> tuple[li
             return everything[int(match[3]) if match[3] else n - 1 :: n], WINDOW
         budget = max(1, num_layers // n)  # as many as interleaving keeps
         if kind == "random":
-            return sorted(np.random.default_rng(seed).choice(num_layers, budget, replace=False).tolist()), WINDOW
-        return begin_middle_end(budget, num_layers), WINDOW
+            return sorted(np.random.default_rng(seed).choice(everything, budget, replace=False).tolist()), WINDOW
+        return [everything[i] for i in begin_middle_end(budget, num_layers)], WINDOW
     base = re.split(r"-1-in-|-1:|:", name)[0]
     if base in BASES:
         raise ConfigError(f"recipe '{recipe}' is incomplete: write it as in '{_example(base)}'")

@@ -315,7 +315,7 @@ def trace_generation(
     model = nnx.eval_shape(lambda: Decoder(model_config, pattern, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     graph, shapes = nnx.split(model)
     weights = jax.tree.map(_placed, shapes, state_shardings(shapes, partition, model_config))
-    empty = jax.eval_shape(lambda: allocate(layouts, rows, jnp.bfloat16))
+    empty = jax.eval_shape(lambda: allocate(model_config, layouts, rows, jnp.bfloat16))
     pool, by_row = partition.sharding(*POOL), partition.sharding("batch")
     cache = jax.tree.map(lambda x: _placed(x, pool if x.ndim == len(POOL) else by_row), empty)
     numbers = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=by_row)

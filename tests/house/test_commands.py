@@ -228,7 +228,7 @@ def test_recipes_of_the_pages_exist():
     recipes = {name for name in re.findall(r"--pattern ([^\s`]+)", text) if not name.endswith(".json")}
     assert len(recipes) > 10
     for recipe in recipes:
-        read_recipe(recipe, num_layers=8, seed=0)
+        read_recipe(recipe, range(8), seed=0)
 
 
 def test_a_command_is_shrunk():

@@ -58,7 +58,7 @@ def test_chunks_leave_the_caches_of_one_prefill(name, chunk):
     tokens = np.zeros((4, 40), np.int32)
     for row, prompt in zip(tokens, random_prompts(lengths), strict=True):
         row[: len(prompt)] = prompt
-    empty = allocate(layouts, 4, jnp.float32)
+    empty = allocate(model.config, layouts, 4, jnp.float32)
     expected, whole = jax.jit(lambda t, n, c: model.prefill(t, n, c, layouts))(
         jnp.asarray(tokens), jnp.array(lengths), empty
     )

@@ -334,7 +334,7 @@ def test_a_piece_of_a_prompt_takes_all_heads_together(name, monkeypatch):
     """As on a GPU, whose kernels are interpreted here: heads side by side, not in a loop."""
     model = model_of(name)
     layouts = layouts_of(model, 128)
-    empty = allocate(layouts, 2, jnp.float32)
+    empty = allocate(model.config, layouts, 2, jnp.float32)
     tokens = np.pad(np.array(random_prompts((80,))[0], np.int32), (0, 32))
 
     def pieces():

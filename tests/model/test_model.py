@@ -37,7 +37,7 @@ def random_tokens(*shape: int, seed: int = 0) -> jax.Array:
 def through_the_cache(model, tokens, lengths, max_length):
     """Prefill, then NEW given tokens through the cache: logits [B, 1 + NEW, V] of what follows each."""
     layouts = cache_layouts(model.config, model.pattern, max_length)
-    cache = allocate(layouts, tokens.shape[0], model.embedding[...].dtype)
+    cache = allocate(model.config, layouts, tokens.shape[0], model.embedding[...].dtype)
     full_from = model.pattern.full_from(lengths)
     prompts = jnp.where(jnp.arange(tokens.shape[1]) < lengths[:, None], tokens, 0)
     first, cache = model.prefill(prompts, lengths, cache, layouts)
@@ -159,7 +159,7 @@ def test_gates_are_of_both_kinds():
 @pytest.mark.parametrize("name", PATTERNS)
 def test_cache_bytes_are_those_of_the_formula(name, max_length):
     config, pattern = PATTERNS[name]
-    cache = allocate(cache_layouts(config, pattern, max_length), 3, jnp.bfloat16)
+    cache = allocate(config, cache_layouts(config, pattern, max_length), 3, jnp.bfloat16)
     # Spelled out: heads that see everything hold T_max entries, others their window and sink tokens. What other layers
     # read holds what all of them need, and these hold nothing.
     readers = {layer: [layer] for layer in range(config.num_hidden_layers - config.num_kv_shared_layers)}
@@ -194,7 +194,7 @@ def test_decoding_keeps_the_cache_in_place():
     def step(weights, tokens, cache):
         return nnx.merge(graph, weights).decode_step(tokens, cache, layouts)
 
-    cache = jax.eval_shape(lambda: allocate(layouts, 16, jnp.float32))
+    cache = jax.eval_shape(lambda: allocate(model.config, layouts, 16, jnp.float32))
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
     memory = step.lower(weights, jax.ShapeDtypeStruct((16,), jnp.int32), cache).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= 0.99 * size

@@ -84,7 +84,7 @@ def test_training_a_prompt_and_decoding_route_alike(monkeypatch):
     model = bfloat16_model()
     tokens = jnp.arange(12)[None] % 61
     layouts = cache_layouts(model.config, model.pattern, 16)
-    cache = allocate(layouts, 1, jnp.dtype(jnp.bfloat16))
+    cache = allocate(model.config, layouts, 1, jnp.dtype(jnp.bfloat16))
     _, cache = jax.eval_shape(lambda cache: model.prefill(tokens, jnp.array([12]), cache, layouts), cache)
     jax.eval_shape(lambda cache: model.decode_step(tokens[:, 0], cache, layouts), cache)
     settings = {"output": "", "tokenizer": "", "model": to_dict(SOFTMAX), "pattern": "switch"}

@@ -52,7 +52,7 @@ def test_a_chunk_in_place(pattern, topology, tensor):
     layouts = cache_layouts(CONFIG, pattern, length, tensor)
     model = nnx.eval_shape(lambda: Decoder(CONFIG, pattern, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     graph, weights = nnx.split(model)
-    cache = jax.eval_shape(lambda: allocate(layouts, 4, jnp.bfloat16))
+    cache = jax.eval_shape(lambda: allocate(CONFIG, layouts, 4, jnp.bfloat16))
 
     def lies(x, sharding):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

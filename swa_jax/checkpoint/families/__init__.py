@@ -17,14 +17,14 @@ from swa_jax.checkpoint.families.grammar import check_types
 from swa_jax.checkpoint.families.rope import ROPE_KEYS
 from swa_jax.checkpoint.families.windows import WINDOW_KEYS
 from swa_jax.model.config import ModelConfig
-from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
+from swa_jax.model.layer_types import FULL, HYBRID, LINEAR, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
 # Where several families can express a model under a pattern, the first is written; our own is the last resort.
 _FILES = """
 llama mistral ministral qwen2 qwen3 olmo2 smollm3 olmo3 gemma2 gemma3 gemma4 granite granite_swa phi3 cohere cohere2 cwm
 exaone4 seed_oss vaultgemma ministral3 starcoder2 apertus qwen3_moe mixtral gpt_oss mellum afmoe exaone_moe cohere2_moe
-granitemoe_swa laguna mimo_v2_flash swat
+granitemoe_swa laguna mimo_v2_flash qwen3_5 swat
 """
 FAMILIES: dict[str, Family] = {
     family.model_type: family for family in (import_module(f"{__name__}.{name}").FAMILY for name in _FILES.split())
@@ -58,9 +58,11 @@ def hf_pattern(hf: HfConfig) -> AttentionPattern:
     Raises:
       ConfigError: an unknown family, or layer types that do not fit the number of layers or are not supported.
     """
-    window, types = _family(hf).read_windows(hf, hf["num_hidden_layers"])
+    family = _family(hf)
+    window, types = family.read_windows(hf, hf["num_hidden_layers"])
+    linear = family.from_hf(hf).linear_layers if LINEAR in types else ()
     for i, kind in enumerate(types):
-        if kind not in (FULL, WINDOW):
+        if kind not in (FULL, WINDOW) and i not in linear:
             raise ConfigError(f"config.json: layer_types[{i}] is {kind!r}; supported: {FULL}, {WINDOW}")
     return AttentionPattern(tuple(types), window if WINDOW in types else None, provenance={"method": "hf-config"})
 
@@ -97,7 +99,7 @@ def hf_config(config: ModelConfig, pattern: AttentionPattern | None = None, *, d
     hf = _written(FAMILIES[config.model_type], config)
     if not _reads_as(hf, config):
         hf = _written(_OURS, config)
-    return apply_pattern(hf | {"dtype": dtype}, pattern or AttentionPattern((FULL,) * config.num_hidden_layers))[0]
+    return apply_pattern(hf | {"dtype": dtype}, pattern or AttentionPattern.everywhere(FULL, config))[0]
 
 
 def _reads_as(hf: HfConfig, config: ModelConfig) -> bool:
@@ -110,7 +112,7 @@ def _reads_as(hf: HfConfig, config: ModelConfig) -> bool:
 
 def _written(family: Family, config: ModelConfig) -> HfKeys:
     own = dataclasses.replace(config, model_type=family.model_type)
-    full = AttentionPattern((FULL,) * config.num_hidden_layers)
+    full = AttentionPattern.everywhere(FULL, config)
     return family.to_hf(own) | family.window_keys(own, full) | {"architectures": [family.architecture]}
 
 
@@ -153,7 +155,7 @@ def same_model(hf: HfConfig, config: ModelConfig) -> Iterator[tuple[Family, HfKe
 def fully(hf: HfConfig) -> HfKeys:
     """`hf` with full attention in every layer."""
     family = _family(hf)
-    full = expressed(family, hf, AttentionPattern((FULL,) * hf["num_hidden_layers"]))
+    full = expressed(family, hf, AttentionPattern.everywhere(FULL, model_config(hf)))
     assert full is not None, f"{family.model_type} cannot say full attention in every layer"
     return full
 

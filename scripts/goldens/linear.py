@@ -1,0 +1,65 @@
+"""Tiny random hybrids with linear layers, and what transformers computes with them: tests/golden/linear.
+
+Each folder is one model as `save_pretrained` writes it. `golden.safetensors`: tokens int32 [2, 90], more than one chunk
+of the delta rule; logits f32 [2, 90, 131]; and logits_window, the same weights with a window of 8 in every attention
+layer. Their class knows no windows: that mask is made here and given to it. `generation.safetensors` is as in models.py.
+"""
+
+import shutil
+import zlib
+from pathlib import Path
+
+import torch
+import transformers
+
+from scripts.goldens.cases import GOLDEN, LINEAR, settings_of, some
+from scripts.goldens.models import BATCH, VOCAB, WINDOW, generate, make_model, read_config, run, save
+
+LENGTH = 90
+
+
+@torch.no_grad()
+def windowed(model, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits [B, T, V] with windows in the attention layers; fails unless these attend to what is in the window alone."""
+    i, j = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)[None]
+    visible = (j <= i) & (j > i - WINDOW)
+    mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min).expand(BATCH, 1, LENGTH, LENGTH)
+    masks = {"full_attention": mask, "linear_attention": None}
+    out = model(tokens, attention_mask=masks, output_attentions=True, use_cache=False)
+    assert len(out.attentions) == model.config.layer_types.count("full_attention")
+    assert all(((weights > 0) == visible).all() for weights in out.attentions)
+    return out.logits
+
+
+def write_case(name: str) -> None:
+    first, folder = zlib.crc32(name.encode()), GOLDEN / "linear" / name
+    for seed in range(first, first + 100):
+        try:
+            return write_drawn(folder, make_model(read_config(settings_of(name)), seed), seed)
+        except AssertionError as error:
+            print(f"{name}, drawn again: {error}", flush=True)
+    raise SystemExit(f"{name}: no draw tells windows and tokens apart")
+
+
+@torch.no_grad()
+def write_drawn(folder: Path, model, seed: int) -> None:
+    # It multiplies with 1 + weight: smaller logits, of which f32 rounds less than tests allow.
+    model.model.norm.weight.copy_(0.15 * (1 + model.model.norm.weight) - 1)
+    tokens = torch.randint(0, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(seed))
+    golden = dict(tokens=tokens, logits=run(model, tokens), logits_window=windowed(model, tokens))
+    difference = (golden["logits_window"] - golden["logits"]).abs().amax(-1)
+    assert difference[:, :WINDOW].max() < 1e-5
+    assert difference[:, WINDOW:].min() > 1e-2, "windows change too little"
+    generated = generate(model, seed)
+    shutil.rmtree(folder, ignore_errors=True)
+    model.save_pretrained(folder)
+    save(folder / "golden.safetensors", golden)
+    save(folder / "generation.safetensors", generated)
+    print(folder.name, model.config.layer_types, f"std of logits {float(golden['logits'].std()):.2f}", flush=True)
+
+
+def write_linear(given) -> None:
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)  # the order of sums must not depend on the machine's cores
+    for name in some(given.only, LINEAR):
+        write_case(name)
