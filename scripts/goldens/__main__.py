@@ -27,7 +27,20 @@ import importlib
 import sys
 from pathlib import Path
 
-KINDS = ("models", "linear", "generation", "configs", "texts", "real", "losses", "adapters", "ruler", "served", "exports", "peft")
+KINDS = (
+    "models",
+    "linear",
+    "generation",
+    "configs",
+    "texts",
+    "real",
+    "losses",
+    "adapters",
+    "ruler",
+    "served",
+    "exports",
+    "peft",
+)
 MODULES = {kind: kind for kind in KINDS} | {"losses": "real", "peft": "exports"}
 
 

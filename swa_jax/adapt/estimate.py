@@ -149,8 +149,8 @@ def operations(job: Adaptation) -> Clock:
     config, length = job.source.config, job.length
     head = 2.0 * config.hidden_size * config.vocab_size
     matrices = (2.0 * matrix_parameters(config) - head) * length / config.num_hidden_layers
-    window = AttentionPattern((WINDOW,) * config.num_hidden_layers, job.space.start.window.size)
-    full = AttentionPattern((FULL,) * config.num_hidden_layers)
+    window = AttentionPattern.everywhere(WINDOW, config, job.space.start.window.size)
+    full = AttentionPattern.everywhere(FULL, config)
     attention = [
         float(attention_flops(config, pattern, np.arange(length)).sum()) / config.num_hidden_layers
         for pattern in (full, window)
@@ -181,7 +181,7 @@ def time_layers(job: Adaptation, length: int) -> Clock:
     Where layers differ, it is one of those that are most."""
     config, dtype = job.source.config, jnp.dtype(job.dtype)
     window = min(job.space.start.window.keys, length)
-    pattern = AttentionPattern((WINDOW,) * config.num_hidden_layers, window)
+    pattern = AttentionPattern.everywhere(WINDOW, config, window)
     kinds = (FULL, WINDOW)
     data = layer_data(pattern, config, kinds)
     like = max((one for one in layer_stacks(config) if "shared" not in one.name), key=lambda one: len(one.layers))

@@ -186,6 +186,7 @@ def prepare(settings: AdaptOptions) -> Adaptation:
     _check_files(settings)
     _check_windows(settings.window, settings.length or LONGEST)
     source = find_source(settings.model)
+    source.config.refuse_linear("adapt")
     tokenizer = load_tokenizer(source.folder).within(source.config.vocab_size)
     length = settings.length or min(LONGEST, source.config.max_position_embeddings)
     served = settings.serve_length or length

@@ -238,7 +238,7 @@ def _memory(
     job: Adaptation, efficiency: Mapping[str, Any], pattern: AttentionPattern, row: Mapping[str, Any]
 ) -> list[str]:
     memory, figures = job.memory, efficiency["figures"]
-    full = AttentionPattern((FULL,) * pattern.num_layers)
+    full = pattern.opened
     counted: list[tuple[str, float, float]] = [
         (f"{_place(job)}\n{memory.length} tokens, 2 bytes a number", memory.full, row["bytes"])
     ]

@@ -60,7 +60,7 @@ def answer_readings(pattern: AttentionPattern, sentence: str) -> list[AnswerRead
     """The right reading, which `sentence` describes, then the wrong ones."""
     right = AnswerReading("right", sentence, pattern, full=pattern.full_attention_decode)
     window = pattern.sliding_window
-    if window is None or {*pattern.layer_types} == {FULL}:
+    if window is None or pattern.is_full:
         return [right]
     if right.full:
         taken_over = "the next turn takes over the cached keys of the answer, which saw everything"

@@ -69,6 +69,7 @@ def export_model(
     if pattern is not None:
         pattern.validate(source.config)
         source = dataclasses.replace(source, pattern=pattern)
+    source.config.refuse_linear("export")
     counted, notes, longest, served = "", list[str](), None, None
     if server is None:
         hf, notice = apply_pattern(source.hf_config, source.pattern)

@@ -117,7 +117,7 @@ def _windows(right: Reading, hf: Mapping[str, Any]) -> Iterator[Reading]:
     """Another window, or the same one in all layers or in none."""
     pattern, layers = right.pattern, right.pattern.num_layers
     window = pattern.sliding_window
-    if window is None or set(pattern.layer_types) == {FULL}:
+    if window is None or pattern.is_full:
         seen = hf.get("sliding_window")
         seen = seen if isinstance(seen, int) and 1 <= seen <= GUESSED_WINDOW else GUESSED_WINDOW
         everywhere = AttentionPattern((WINDOW,) * layers, seen)

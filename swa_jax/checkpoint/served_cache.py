@@ -115,7 +115,7 @@ class Memory:
         Raises:
           ConfigError: the server cannot run the pattern.
         """
-        if len(pattern.full_layers) == pattern.num_layers:
+        if pattern.is_full:
             return ""
         share = f"takes {self.share(pattern):.1%} of what full attention takes, counted {self.place}."
         steps = self.steps if self.frees(pattern) else ""
@@ -125,7 +125,7 @@ class Memory:
         """What starts the server, with the sizes that windows were counted with; "" where there is none to start."""
         command = served.command.format(folder=folder)
         pattern, blocks = served.pattern, self.blocks
-        if blocks is None or not served.runs.frees or len(pattern.full_layers) == pattern.num_layers:
+        if blocks is None or not served.runs.frees or pattern.is_full:
             return command
         server = SERVERS[str(self.server)]
         pools, ratio = server.cache.entries, 1.0
@@ -194,7 +194,7 @@ class Memory:
     @functools.cached_property
     def full(self) -> int:
         """What it takes with full attention in every layer, whether or not a class of the server runs that."""
-        return self.at_least(AttentionPattern((FULL,) * self.config.num_hidden_layers))
+        return self.at_least(AttentionPattern.everywhere(FULL, self.config))
 
     def at_least(self, pattern: AttentionPattern) -> int:
         """What it takes in a class of the server that frees what windowed layers no longer need."""
@@ -232,7 +232,7 @@ def most_within(memory: Memory, budget: float, most: int, make: Callable[[int], 
             continue  # there is no need to ask the server, which takes a while
         if memory.runs(pattern) and memory.share(pattern) <= budget:
             return pattern
-    windowed = [pattern for pattern in candidates if set(pattern.layer_types) != {FULL}]
+    windowed = [pattern for pattern in candidates if not pattern.is_full]
     for pattern in sorted(windowed, key=memory.at_least):
         if memory.runs(pattern):
             raise BudgetError(budget, memory.share(pattern), memory, memory.frees(pattern))

@@ -18,7 +18,7 @@ from swa_jax.base.files import write_json
 from swa_jax.checkpoint.families.pattern_files import choose_pattern, is_pattern_file, no_window, read_pattern
 from swa_jax.cli.groups import Options
 from swa_jax.model.config import ModelConfig
-from swa_jax.model.layer_types import FULL, SWITCH
+from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.recipes import DEFAULT_WINDOW
 from swa_jax.model.window import Window
@@ -154,7 +154,7 @@ def resolve_patterns(
     taken = [
         source
         for source, pattern in zip(sources, patterns, strict=True)
-        if not is_pattern_file(source) and set(pattern.layer_types) != {FULL}
+        if not is_pattern_file(source) and not pattern.is_full
     ]
     if isinstance(layers, ModelConfig) and (note := next(filter(None, (no_window(p, layers) for p in patterns)), None)):
         echo(f"{note}: take a smaller --window", err=True)
@@ -364,7 +364,7 @@ def with_patterns(model: Decoder, sources: Sequence[str], window: Window) -> lis
 def note_whole_prompts(patterns: Iterable[tuple[str, AttentionPattern]], longest: int) -> None:
     """Say which windows reach over whole prompts, the longest of which has `longest` tokens."""
     for name, pattern in patterns:
-        if len(pattern.full_layers) < pattern.num_layers and pattern.window.holds(longest):
+        if not pattern.is_full and pattern.window.holds(longest):
             echo(
                 f"{name}: the window of {pattern.sliding_window} tokens holds whole prompts ({longest}), which is full "
                 "attention: take longer prompts (--length) or a shorter --window",

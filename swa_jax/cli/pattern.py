@@ -126,7 +126,7 @@ def _caches(
         except ConfigError as error:
             yield where | {"refused": str(error).split("; ")[0]}
             continue
-        steps = memory.steps if len(pattern.full_layers) < pattern.num_layers and memory.frees(pattern) else ""
+        steps = memory.steps if not pattern.is_full and memory.frees(pattern) else ""
         better = memory.better_full_layers(pattern)
         yield (
             where

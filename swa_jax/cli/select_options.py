@@ -172,17 +172,17 @@ class Budget(Counted):
         if self.ratio is not None:
             return self.ratio
         from swa_jax.checkpoint.served_cache import most_within
-        from swa_jax.select.heads import head_mask, head_pattern, heuristic_mask, single_heads
+        from swa_jax.select.heads import head_mask, head_pattern, heuristic_mask, of_all_layers, single_heads
 
-        heads = config.common_kv_heads if unit == "KV heads" else 1
-        total = config.num_hidden_layers * heads
+        heads, layers = config.common_kv_heads if unit == "KV heads" else 1, len(config.attention_layers)
+        total = layers * heads
         if self.kv_budget is not None:
             memory = self.memory(config, hf_config, length)
 
             def make(full: int) -> AttentionPattern:
                 share = 1 - full * heads_in / total
-                mask = heuristic_mask("interleave", config.num_hidden_layers, heads // heads_in, share)
-                return head_pattern(single_heads(mask, heads_in), window)
+                mask = of_all_layers(heuristic_mask("interleave", layers, heads // heads_in, share), config)
+                return head_pattern(single_heads(mask, heads_in), window, linear=config.linear_layers)
 
             pattern = most_within(memory, self.kv_budget, total // heads_in, make)
             full = int(head_mask(pattern, heads).sum())
@@ -212,7 +212,7 @@ def write_choice(pattern: AttentionPattern, config: ModelConfig, out: Path) -> N
         axis = {"axis": "Attention on sink tokens\nand recent keys"} if "recent_keys" in said else {}
         layer_scores_chart(scores, pattern.full_layers, picture, title=f"{said['method']}: each layer's score", **axis)
     else:
-        full = head_mask(pattern, config.most_kv_heads)
+        full = head_mask(pattern, config.most_kv_heads)[list(pattern.attention_layers)]
         title = f"{said['method']}: {int((~full).sum())} of {full.size} KV heads windowed"
         larger = said.get("larger_is_local")
         head_map(full, picture, title=title, scores=None if larger is None else said["scores"], larger_is_local=larger)

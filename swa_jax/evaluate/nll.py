@@ -108,7 +108,8 @@ def score_answers(
 def _shared_graph(model: Decoder, pattern: AttentionPattern, kinds: tuple[str, ...]) -> tuple[Any, nnx.State]:
     """The model split for jit, its pattern (which is static) reduced to what the layer map does not say."""
     if kinds in ((FULL, WINDOW), (HYBRID,)):
-        pattern = AttentionPattern((kinds[-1],) * pattern.num_layers, pattern.sliding_window, pattern.num_sink_tokens)
+        seen = pattern.sliding_window, pattern.num_sink_tokens
+        pattern = AttentionPattern.everywhere(kinds[-1], model.config, seen[0], num_sink_tokens=seen[1])
     return nnx.split(model if model.pattern == pattern else model.with_pattern(pattern))
 
 
@@ -120,7 +121,8 @@ def _by_heads(pattern: AttentionPattern, config: ModelConfig) -> AttentionPatter
             pattern.layer_types, pattern.full_kv_heads, config.head_shapes, strict=True
         )
     )
-    return dataclasses.replace(pattern, layer_types=(HYBRID,) * pattern.num_layers, full_kv_heads=heads)
+    types = AttentionPattern.everywhere(HYBRID, config, pattern.sliding_window).layer_types
+    return dataclasses.replace(pattern, layer_types=types, full_kv_heads=heads)
 
 
 class AnswerBatch(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ from swa_jax.base.errors import ConfigError
 from swa_jax.base.estimates import Estimate, bootstrap
 from swa_jax.evaluate.nll import perplexity
 from swa_jax.model.decoder import Decoder
-from swa_jax.model.layer_types import FULL
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
 
@@ -97,8 +97,8 @@ def perplexity_sweep(
 def with_window(pattern: AttentionPattern, window: int | None) -> AttentionPattern:
     """The pattern with another window; None: full attention everywhere. `ConfigError` if nothing would change."""
     if window is None:
-        return AttentionPattern.from_recipe("full", pattern.num_layers)
-    if set(pattern.layer_types) == {FULL}:
+        return dataclasses.replace(pattern.opened, provenance={"method": "full"})
+    if pattern.is_full:
         raise ConfigError(
             f"a window of {window} changes nothing: every layer of this pattern has full attention; choose a pattern "
             "with windowed layers, such as --pattern window"

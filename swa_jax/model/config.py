@@ -245,6 +245,14 @@ class ModelConfig:
             raise ConfigError("hidden_act 'xielu' is for dense MLPs without a gate: set gated_mlp to false")
         self._check_experts()
 
+    def refuse_linear(self, what: str) -> None:
+        """Raise `ConfigError` for a model with linear layers, for which `what` is not made yet."""
+        if self.linear_layers:
+            raise ConfigError(
+                f"{what} is not made yet for models with linear layers, such as {self.model_type}: import, patterns, "
+                "generation, evaluation and selection of layers are"
+            )
+
     def _check_linear(self) -> None:
         object.__setattr__(self, "linear_layers", tuple(sorted({*self.linear_layers})))
         for layer in self.linear_layers:
@@ -255,6 +263,8 @@ class ModelConfig:
                 f"linear_num_value_heads ({self.linear_num_value_heads}) must be a multiple of linear_num_key_heads "
                 f"({self.linear_num_key_heads})"
             )
+        if self.attention_gate == "query" and self.v_head_dim is not None:
+            raise ConfigError("attention_gate 'query' gives a gate of head_dim channels: leave v_head_dim out")
         if self.linear_layers and (self.num_kv_shared_layers or self.heads_differ):
             raise ConfigError("linear_layers needs attention layers whose heads are alike, each with keys of its own")
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from swa_jax.model.config import ModelConfig
-from swa_jax.model.layer_types import FULL, HYBRID, SWITCH
+from swa_jax.model.layer_types import FULL, HYBRID, LINEAR, SWITCH
 from swa_jax.model.lora import LoraConfig
 from swa_jax.model.parameters import parameters
 from swa_jax.model.pattern import AttentionPattern
@@ -34,14 +34,17 @@ def visible_keys(
 def attention_flops(
     config: ModelConfig, pattern: AttentionPattern, position: np.ndarray, full_ratio: float = 1.0
 ) -> np.ndarray:
-    """Forward operations of all layers' attention for the token at each position: 4 D for a head and visible key.
+    """Forward operations of all layers' attention for the token at each position: 4 D for a head and visible key; and
+    those of linear layers on their states.
 
     Args:
       full_ratio: share of the tokens that routed layers send to full attention (a backward pass or a prefill; a
         forward pass that trains computes both branches, full_ratio = 1).
     """
     kinds = attention_flops_by_kind(config, pattern, position, full_ratio)
-    return np.sum([part for parts in kinds.values() for part in parts], axis=0)
+    # A state [Dk, Dv] is read for the update, changed, and read for what a head says.
+    states = 6.0 * config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
+    return np.sum([part for parts in kinds.values() for part in parts], axis=0) + states * len(config.linear_layers)
 
 
 class AttentionParts(NamedTuple):
@@ -70,6 +73,8 @@ def _summed(
     found: dict[str, AttentionParts] = {}
     layers = zip(pattern.layer_types, pattern.full_kv_heads, config.head_shapes, costs, strict=True)
     for kind, heads, (kv_heads, _), key in layers:
+        if kind == LINEAR:
+            continue
         share = {FULL: 1.0, HYBRID: len(heads) / kv_heads}.get(kind, 0.0)
         others = full_ratio * (full - window) if kind == SWITCH else share * full
         before = found.get(kind, AttentionParts(np.zeros(full.shape), np.zeros(full.shape)))
@@ -102,7 +107,8 @@ def work_by_position(
     else:
         entries = [float(kv_heads * head_dim) for kv_heads, head_dim in config.head_shapes]
         kinds = _summed(config, pattern, at, full_ratio, entries)
-        read = np.sum([part for parts in kinds.values() for part in parts], axis=0) / sum(entries)
+        read = np.sum([part for parts in kinds.values() for part in parts], axis=0)
+        read /= sum(entries[layer] for layer in config.attention_layers)
     rows = zip(positions, prefill.tolist(), read.tolist(), strict=True)
     return [AtPosition(*row) for row in rows]
 
@@ -118,8 +124,8 @@ def forward_flops(config: ModelConfig, keys: float) -> float:
 
 
 def _query_channels(config: ModelConfig) -> list[int]:
-    """The channels of all query heads, of each layer."""
-    sizes = (head_dim for _, head_dim in config.head_shapes)
+    """The channels of all query heads, of each layer; linear layers have none."""
+    sizes = [0 if i in config.linear_layers else head_dim for i, (_, head_dim) in enumerate(config.head_shapes)]
     return [heads * size for heads, size in zip(config.query_heads, sizes, strict=True)]
 
 

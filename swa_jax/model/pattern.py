@@ -122,6 +122,11 @@ class AttentionPattern:
         return self.full_layers == self.attention_layers
 
     @property
+    def opened(self) -> AttentionPattern:
+        """Full attention in every layer that attends."""
+        return AttentionPattern(tuple(FULL if i in self.attention_layers else LINEAR for i in range(self.num_layers)))
+
+    @property
     def window(self) -> Window:
         """What its windowed queries see."""
         return Window(self.sliding_window, self.num_sink_tokens, self.full_attention_decode, self.num_last_tokens)

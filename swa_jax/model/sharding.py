@@ -232,7 +232,10 @@ def _sizes(partition: Partition, dimension: str) -> str:
 
 
 def check_model(config: ModelConfig, partition: Partition) -> None:
-    """Heads must be split whole, and every parameter must divide; `ConfigError` names the count and the axis."""
+    """Heads must be split whole, every parameter must divide, and linear layers need whole sequences; `ConfigError` names
+    the count and the axis."""
+    if partition.size("sequence") > 1:
+        config.refuse_linear("a mesh that splits sequences ('mesh.context')")
     for dimension, name in (
         ("heads", "num_attention_heads"),
         ("kv_heads", "num_key_value_heads"),

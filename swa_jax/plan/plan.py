@@ -240,6 +240,7 @@ def planned_start(config: TrainConfig) -> Start:
 def trace_training(config: TrainConfig, stage: StageConfig, start: Start, devices: Sequence[Any]) -> TracedStep:
     """The step of a run on devices that need not be here; a batch has the stage's sizes."""
     model_config = start.config
+    model_config.refuse_linear("a plan")
     mesh = make_mesh(config.mesh, devices)
     partition = Partition(mesh, config.sharding)
     check_batch(
@@ -299,6 +300,7 @@ def trace_generation(
     """A step of generation on as many of the devices as the model is split into; the arguments are those of `plan`."""
     rows = batch_size
     length, model_config = length or stage.sequence_length, start.config
+    model_config.refuse_linear("a plan")
     pattern = stage_patterns(config, start, stage)[0]
     fsdp, tensor = max(config.mesh.sizes["fsdp"], 1), config.mesh.sizes["tensor"]
     split, count = MeshConfig(1, fsdp, 1, tensor), fsdp * tensor

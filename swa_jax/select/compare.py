@@ -25,7 +25,6 @@ from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import score_answers
 from swa_jax.model.cache import cache_bytes
 from swa_jax.model.decoder import Decoder
-from swa_jax.model.layer_types import FULL
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import OWN, Window
 from swa_jax.select.content import content_key, examples_sum
@@ -212,7 +211,7 @@ def _content(pattern: AttentionPattern) -> dict[str, Any]:
     """What a pattern computes; how it came about does not count, nor does a window that no layer has."""
     content = dataclasses.asdict(pattern)
     del content["provenance"]
-    return {"layer_types": content["layer_types"]} if set(pattern.layer_types) == {FULL} else content
+    return {"layer_types": content["layer_types"]} if pattern.is_full else content
 
 
 def _title(row: Row) -> str:

@@ -71,7 +71,7 @@ def gate_logits(
       ConfigError: no examples, or one with an empty prompt or answer.
     """
     config = model.config
-    pattern = AttentionPattern((WINDOW,) * config.num_hidden_layers, **window.fields)
+    pattern = AttentionPattern.everywhere(WINDOW, config, **window.fields)
     graph, weights = nnx.split(model.with_pattern(pattern))
     batches = [batch for _, batch in answer_batches(examples, batch_size, window)]
     optimizer = optax.adam(LEARNING_RATE)
@@ -159,11 +159,14 @@ def _through_gates(
 ) -> tuple[Stream, jax.Array | None]:
     """`gated_loss` up to the last layer, and, to `keep`, what each layer's heads say with full attention."""
     config = model.config
-    data = layer_data(AttentionPattern((FULL,) * config.num_hidden_layers), config, (FULL,))
+    data = layer_data(AttentionPattern.everywhere(FULL, config), config, (FULL,))
     context = model.context(batch.tokens, batch.segment_ids, full_from=batch.full_from, partition=partition)
 
     def layer(stream: Stream, block: Block, scanned: tuple) -> tuple[Stream, jax.Array | None]:
         row, open_, whole, said = scanned
+        if block.gated_delta is not None:  # it has no heads that attend
+            assert not keep
+            return block(stream, row, context)[0], None
         read = block.attention_input(stream.x)
         q, *made = block.attention.qkv(read, row, context)
         k, v = own_or(stream.read_by(block), *made)

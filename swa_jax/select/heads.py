@@ -7,14 +7,15 @@ True is full attention, the paper's z = 1; the paper's ratio rho is the share of
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from swa_jax.base.errors import ConfigError
-from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.layer_types import FULL, HYBRID, LINEAR, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.recipes import begin_middle_end
 from swa_jax.model.window import Window
@@ -34,9 +35,20 @@ def single_heads(full: np.ndarray, heads_in: int) -> np.ndarray:
     return full.repeat(heads_in, axis=1)
 
 
-def head_pattern(full: np.ndarray, window: Window, provenance: Mapping[str, Any] = {}) -> AttentionPattern:
-    """The pattern of a mask [L, K]: layers whose heads agree are full or windowed, the others per-head hybrids."""
+def of_all_layers(full: np.ndarray, config: ModelConfig) -> np.ndarray:
+    """The mask [L, K] of all layers that a mask of those that attend stands for."""
+    mask = np.zeros((config.num_hidden_layers, full.shape[1]), bool)
+    mask[list(config.attention_layers)] = full
+    return mask
+
+
+def head_pattern(
+    full: np.ndarray, window: Window, provenance: Mapping[str, Any] = {}, *, linear: Collection[int] = ()
+) -> AttentionPattern:
+    """The pattern of a mask [L, K]: layers whose heads agree are full or windowed, the others per-head hybrids; of
+    `linear` layers the mask says nothing."""
     kinds = tuple(FULL if row.all() else HYBRID if row.any() else WINDOW for row in full)
+    kinds = tuple(LINEAR if layer in linear else kind for layer, kind in enumerate(kinds))
     heads = tuple(
         tuple(np.flatnonzero(row).tolist()) if kind == HYBRID else () for row, kind in zip(full, kinds, strict=True)
     )

@@ -80,8 +80,11 @@ def _nll(
     scorer = _scorer(task, score_fa_decode, toggles_at_once)
     scores = scorer(progress=task.progress)
     intervals = {"intervals": [one.interval for one in scores.intervals()]}
-    said = {"scores": scores.mean.tolist(), "scored_with_full_attention_decode": scorer.window.full_decode}
-    return Ranking(_ranked(scores.mean), (scorer.layers, 1), said | intervals)
+    linear = task.model.config.linear_layers
+    mean = [None if layer in linear else score for layer, score in enumerate(scores.mean.tolist())]
+    said = {"scores": mean, "scored_with_full_attention_decode": scorer.window.full_decode}
+    order = [layer for layer in _ranked(np.nan_to_num(scores.mean)) if layer not in linear]
+    return Ranking(order, (scorer.layers, 1), said | intervals, linear)
 
 
 def _nll_greedy(
@@ -98,11 +101,11 @@ def _nll_greedy(
     from swa_jax.select.nll import TRIED, provenance_of, tried_by_depth
 
     scorer = _scorer(task, score_fa_decode, toggles_at_once)
-    named = tried_by_depth(scorer.layers, TRIED) if tried is None else tried or None
-    most = max(1, *(num_full(ratio, scorer.layers) for ratio in ratios))
+    named = tried_by_depth(len(scorer.choosable), TRIED) if tried is None else tried or None
+    most = max(1, *(num_full(ratio, len(scorer.choosable)) for ratio in ratios))
     found = provenance_of(scorer.greedy(most, tried=named, rounds=rounds, progress=task.progress))
     found["scored_with_full_attention_decode"] = scorer.window.full_decode
-    return Ranking(found["picked"], (scorer.layers, 1), found)
+    return Ranking(found["picked"], (scorer.layers, 1), found, task.model.config.linear_layers)
 
 
 def _masks(task: Task, by: By) -> MaskEvaluator:
@@ -247,10 +250,12 @@ def _gates(
 
 
 def _by_place(task: Task, ratios: Sequence[float], *, kind: Any) -> Iterator[Chosen]:
-    from swa_jax.select.heads import heuristic_mask
+    from swa_jax.select.heads import heuristic_mask, of_all_layers
 
+    config = task.model.config
     for ratio in ratios:
-        yield heuristic_mask(kind, *task.shape, ratio, task.seed), {}
+        rows = heuristic_mask(kind, len(config.attention_layers), task.shape[1], ratio, task.seed)
+        yield of_all_layers(rows, config), {}
 
 
 def rank_heads(scores: np.ndarray, *, larger_is_local: bool, heads_in: int = 1) -> Ranking:
@@ -283,6 +288,7 @@ class Method(NamedTuple):
       run: its runner; fixed: the runner's arguments that make this method of its family.
       keeps: whether it keeps scores in a file, from which a search goes on.
       meshes: whether it runs on several devices.
+      hybrids: whether it takes models some of whose layers are linear.
     """
 
     name: str
@@ -293,6 +299,7 @@ class Method(NamedTuple):
     fixed: Mapping[str, Any] = {}
     keeps: bool = False
     meshes: bool = False
+    hybrids: bool = False
 
     @property
     def options(self) -> dict[str, inspect.Parameter]:
@@ -304,7 +311,8 @@ class Method(NamedTuple):
 
 
 _ROWS, _SEARCH = "one pass with whole attention rows", "hundreds to thousands of passes"
-_LAYERS: dict[str, Any] = {"keeps": True, "meshes": True}
+_LAYERS: dict[str, Any] = {"keeps": True, "meshes": True, "hybrids": True}
+_PLACE: dict[str, Any] = {"hybrids": True}
 _BOSCH: dict[str, Any] = {"keeps": True}
 _TABLE = (
     Method("nll", "layers", "what making one layer full, all others windowed, does for the answers",
@@ -350,11 +358,11 @@ _TABLE = (
            "200 steps of training", _gates, {"whole_layers": False}),
     Method("gates-layers", "layers", "as `gates`, one gate a layer", "200 steps of training",
            _gates, {"whole_layers": True}),
-    Method("random", "layers", "chance", "nothing", _by_place, {"kind": "random"}),
-    Method("random-heads", "KV heads", "chance", "nothing", _by_place, {"kind": "random-heads"}),
+    Method("random", "layers", "chance", "nothing", _by_place, {"kind": "random"}, **_PLACE),
+    Method("random-heads", "KV heads", "chance", "nothing", _by_place, {"kind": "random-heads"}, **_PLACE),
     Method("begin-middle-end", "layers", "place: at the start, in the middle and at the end", "nothing",
-           _by_place, {"kind": "begin-middle-end"}),
-    Method("interleave", "layers", "place: at equal distances", "nothing", _by_place, {"kind": "interleave"}),
+           _by_place, {"kind": "begin-middle-end"}, **_PLACE),
+    Method("interleave", "layers", "place: at equal distances", "nothing", _by_place, {"kind": "interleave"}, **_PLACE),
 )  # fmt: skip
 METHODS: dict[str, Method] = {method.name: method for method in _TABLE}
 BY_PLACE = tuple(name for name, method in METHODS.items() if method.run is _by_place)  # these need no examples
@@ -374,6 +382,12 @@ def find_method(name: str) -> Method:
 def rank(method: str, task: Task, ratios: Sequence[float], **options: Any) -> Ranking | Iterator[Chosen]:
     """What a method finds: layers or heads in order, or a mask for each ratio. Arguments and errors as in `choose`."""
     row = find_method(method)
+    if task.model.config.linear_layers and not row.hybrids:
+        known = ", ".join(name for name, one in METHODS.items() if one.hybrids)
+        raise ConfigError(
+            f"method '{method}' looks at the attention of every layer, and this model has linear layers; known for such "
+            f"models: {known}"
+        )
     return row.run(task, ratios, **row.fixed, **options)
 
 
@@ -394,7 +408,7 @@ def choose(method: str, task: Task, ratios: Sequence[float], **options: Any) -> 
     from swa_jax.select.heads import head_pattern, single_heads
     from swa_jax.select.work import counted
 
-    patterns = []
+    patterns, attending = [], task.model.config.attention_layers
     with counted() as ranked:
         found = rank(method, task, ratios, **options)
     for ratio in ratios:
@@ -413,8 +427,8 @@ def choose(method: str, task: Task, ratios: Sequence[float], **options: Any) -> 
             "tokens": round(cost.tokens),
             "tokens_back": round(cost.back),
             "flops": cost.flops(task.model.config),
-            **({"windowed_heads": int((~full).sum())} if full.shape[1] > 1 else {}),
+            **({"windowed_heads": int((~full[list(attending)]).sum())} if full.shape[1] > 1 else {}),
             **said,
         }
-        patterns.append(head_pattern(full, task.window, provenance))
+        patterns.append(head_pattern(full, task.window, provenance, linear=task.model.config.linear_layers))
     return patterns

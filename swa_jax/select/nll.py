@@ -45,7 +45,8 @@ GRADIENT_PASSES = 4  # that a gradient takes, about
 class NLLScores:
     """What each layer is worth, example by example."""
 
-    # [N, L] f64, nats a token: answer NLL of the base - answer NLL with layer l full besides; NaN of layers not tried
+    # [N, L] f64, nats a token: answer NLL of the base - answer NLL with layer l full besides; NaN of layers not tried,
+    # and of linear ones
     deltas: np.ndarray
     window_nll: np.ndarray  # [N] f64: answer NLL of the base: every layer windowed, but for `full_layers`
     window: Window
@@ -148,6 +149,7 @@ class LayerScorer:
         check_examples(examples)
         self.num_examples = len(examples)
         self.layers = model.config.num_hidden_layers
+        self.choosable = model.config.attention_layers
         self._config = model.config
         self._graph, self._weights = nnx.split(model.with_pattern(self._pattern(())))
         if partition is not None:
@@ -192,7 +194,7 @@ class LayerScorer:
         are scored.
         """
         chosen = tuple(sorted(full_layers))
-        wanted = range(self.layers) if tried is None else tried
+        wanted = self.choosable if tried is None else tried
         rest = sorted(set(wanted) - {*chosen})
         total = 1 + len(wanted)
         done = [0.0, 0.0]  # examples' passes made, and the passes reported
@@ -243,9 +245,9 @@ class LayerScorer:
           rounds: the most there may be; where `budget` is larger, each takes several layers at a time, and scores as
             many more. `picked` says which.
         """
-        if not 1 <= budget <= self.layers:
+        if not 1 <= budget <= len(self.choosable):
             raise ConfigError(
-                f"budget is {budget} full layers; greedy selection takes 1 to {self.layers} of this model"
+                f"budget is {budget} full layers; greedy selection takes 1 to {len(self.choosable)} of this model"
             )
         found: list[NLLScores] = []
         counts = shares(budget, rounds)
@@ -262,14 +264,15 @@ class LayerScorer:
 
     def _steps(self, tried: int | None, count: int) -> int:
         """Of a round, for its progress."""
-        return 1 + self.layers if tried is None else GRADIENT_PASSES + tried + count
+        return 1 + len(self.choosable) if tried is None else GRADIENT_PASSES + tried + count
 
     def _round(self, full: Sequence[int], tried: int | None, progress: Progress) -> NLLScores:
         if tried is None:
             return self(full, progress=progress)
         gradient = self.gradient(full)
         progress(GRADIENT_PASSES, 0)
-        named = [i for i in np.argsort(-gradient, kind="stable").tolist() if i not in full][:tried]
+        order = np.argsort(-gradient, kind="stable").tolist()
+        named = [i for i in order if i in self.choosable and i not in full][:tried]
         scores = self(full, tried=named, progress=lambda done, _: progress(GRADIENT_PASSES + done, 0))
         return dataclasses.replace(scores, gradient=gradient)
 
@@ -298,7 +301,7 @@ class LayerScorer:
     ) -> np.ndarray:
         """NLL of the base and with each layer of `rest` full, the base's for a full one, else NaN: [B, 1 + L] f64."""
         toggled = [] if short else rest
-        base = range(self.layers) if short else full_layers
+        base = self.choosable if short else full_layers
         share = (1 + len(rest)) / (1 + len(toggled))
 
         def progress(results: int) -> None:
@@ -315,7 +318,7 @@ class LayerScorer:
         return rows.T
 
     def _pattern(self, full_layers: Sequence[int]) -> AttentionPattern:
-        return AttentionPattern.from_full_layers(full_layers, self.layers, **self.window.fields)
+        return AttentionPattern.from_full_layers(full_layers, self._config, **self.window.fields)
 
     def _data(self, full_layers: Sequence[int]) -> LayerData:
         return layer_data(self._pattern(full_layers), self._config, toggles.KINDS)

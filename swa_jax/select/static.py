@@ -312,7 +312,7 @@ def _full_layer(
 
 def _full_attention(model: Decoder, segment_ids: jax.Array) -> tuple[LayerData, AttentionContext]:
     """The layers' data and the context of full attention in every layer, whatever the model's own pattern says."""
-    pattern = AttentionPattern((FULL,) * model.config.num_hidden_layers)
+    pattern = AttentionPattern.everywhere(FULL, model.config)
     length, rope, scale = segment_ids.shape[1], {}, None
     if model.config.uses_rope:
         positions = jnp.arange(length)[None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -71,17 +70,17 @@ class Task:
         from swa_jax.evaluate.nll import score_answers
         from swa_jax.model.pattern import AttentionPattern
 
-        layers = self.model.config.num_hidden_layers
+        config = self.model.config
         if window not in self._ends:
             options: dict[str, Any] = {"batch_size": self.batch_size, "partition": self.partition}
             full, windowed = (
                 score_answers(
                     self.model,
                     self.examples,
-                    pattern=AttentionPattern.from_full_layers(kept, layers, **window.fields),
+                    pattern=AttentionPattern.from_full_layers(kept, config, **window.fields),
                     **options,
                 )
-                for kept in (range(layers), ())
+                for kept in (config.attention_layers, ())
             )
             self._ends[window] = full, windowed
         return self._ends[window]
@@ -102,16 +101,18 @@ class Ranking(NamedTuple):
     Attributes:
       order: layers, or pairs (layer, KV head); a search has only as many as were asked for.
       shape: [L, 1] for layers, [L, K] for heads.
+      linear: layers that have no attention, and are in no ranking.
       provenance: what they were ranked by, as plain JSON values.
     """
 
     order: list[Any]
     shape: tuple[int, int]
     provenance: dict[str, Any]
+    linear: tuple[int, ...] = ()
 
     def first(self, ratio: float) -> Chosen:
         """The mask that leaves as many full as `ratio` does not window."""
-        count = num_full(ratio, math.prod(self.shape))
+        count = num_full(ratio, (self.shape[0] - len(self.linear)) * self.shape[1])
         mask = np.zeros(self.shape, bool)
         for unit in self.order[:count]:
             mask[unit] = True

@@ -89,7 +89,7 @@ def teacher_pattern(config: TrainConfig, start: Start) -> AttentionPattern:
     assert config.distill is not None
     name, model = config.distill.teacher, start.teacher
     # A plan may come before the model is there.
-    pattern = start.pattern or AttentionPattern((FULL,) * model.num_hidden_layers)
+    pattern = start.pattern or AttentionPattern.everywhere(FULL, model)
     if name is not None:
         pattern = load_pattern(name, model, default_window=start.window, seed=config.seed)
     if SWITCH in pattern.layer_types:

@@ -12,6 +12,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 import swa_jax
+from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.model.cache import allocate, cache_bytes, cache_layouts
 from swa_jax.model.decoder import Decoder
@@ -47,7 +48,8 @@ def by_hand(given: Updates, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         for t in range(v.shape[2]):
             key, value, step = k[row, head, t], v[row, head, t], b[row, head, t]
             s, run = s * (runs[row, t] == run), runs[row, t]
-            s = np.exp(g[row, head, t]) * s @ (np.eye(len(key)) - step * np.outer(key, key)) + step * np.outer(value, key)
+            s = np.exp(g[row, head, t]) * s @ (np.eye(len(key)) - step * np.outer(key, key))
+            s = s + step * np.outer(value, key)
             said[row, head, t] = s @ q[row, head, t]
         behind[row, head] = s.T
     return said, behind
@@ -102,7 +104,7 @@ def windowed(model: Decoder) -> Decoder:
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_transformers(load, case):
-    """With the layers of config.json, and with windows in the attention layers, by a mask that transformers was given."""
+    """With the layers of config.json, and with windows in the attention layers: transformers was given that mask."""
     model, expected = load(case), golden(case)
     assert {*model.pattern.layer_types} == {FULL, LINEAR}
     np.testing.assert_allclose(logits(model, expected["tokens"]), expected["logits"], rtol=0, atol=TOLERANCE)
@@ -118,3 +120,85 @@ def test_a_prompt_goes_on_as_in_transformers(load, case):
     model, new = load(case), expected["new_tokens"]
     assert len({len(prompt) for prompt in prompts}) == 2
     assert [list(reply) for reply in swa_jax.generate(model, prompts, max_new_tokens=new.shape[1])] == new.tolist()
+
+
+def test_documents_of_a_row_know_nothing_of_each_other(load):
+    model, tokens = windowed(load("qwen3-5-eight")), golden("qwen3-5-eight")["tokens"][:1]
+    lengths = 37, 30, 23
+    segments = np.repeat([[1, 2, 0]], 1, axis=0).repeat(lengths, axis=1)
+    together = logits(model, tokens, segments)
+    first = 0
+    for length in lengths[:2]:
+        alone = logits(model, tokens[:, first : first + length])
+        np.testing.assert_allclose(together[:, first : first + length], alone, rtol=0, atol=TOLERANCE)
+        first += length
+
+
+def test_decoding_and_chunks_give_the_logits_of_a_forward_pass(load):
+    """A prompt at once and token by token behind it; and prompts that come in pieces to a row that another had."""
+    model, tokens = windowed(load("qwen3-5-four")), golden("qwen3-5-four")["tokens"]
+    layouts = cache_layouts(model.config, model.pattern, 96)
+    expected = np.asarray(logits(model, tokens))
+
+    cache = allocate(model.config, layouts, 2, jnp.float32)
+    lengths = jnp.array([20, 33])
+    found, cache = model.prefill(jnp.asarray(tokens[:, :40]), lengths, cache, layouts)
+    np.testing.assert_allclose(found, expected[[0, 1], lengths - 1], rtol=0, atol=TOLERANCE)
+    for at in range(3):
+        new = jnp.asarray(tokens[[0, 1], np.asarray(lengths) + at])
+        active = jnp.array([True, at < 2])
+        found, cache = model.decode_step(new, cache, layouts, active=active)
+        rows = [0, 1] if at < 2 else [0]
+        wanted = expected[rows, np.asarray(lengths)[rows] + at]
+        np.testing.assert_allclose(found[: len(rows)], wanted, rtol=0, atol=TOLERANCE)
+    assert cache.lengths.tolist() == [23, 35]
+    found, cache = model.decode_step(jnp.asarray(tokens[[0, 1], [23, 35]]), cache, layouts)
+    np.testing.assert_allclose(found[1], expected[1, 35], rtol=0, atol=TOLERANCE)
+
+    cache = dataclasses.replace(cache, lengths=cache.lengths.at[1].set(0))
+    for first, last in ((0, 2), (2, 30), (30, 70)):
+        piece = np.zeros(48, np.int32)
+        piece[: last - first] = tokens[0, first:last]
+        found, cache = model.extend(jnp.asarray(piece), jnp.int32(last - first), jnp.int32(1), cache, layouts)
+        np.testing.assert_allclose(found, expected[0, last - 1], rtol=0, atol=TOLERANCE)
+    assert cache.lengths.tolist() == [24, 70]
+
+
+def test_an_engine_remembers_prefixes(load):
+    model, tokens = windowed(load("qwen3-5-four")), golden("qwen3-5-four")["tokens"]
+    prompts = [tokens[0, :30].tolist(), tokens[1, :20].tolist(), tokens[0, :45].tolist(), tokens[0, :30].tolist()]
+    expected = [list(reply) for reply in swa_jax.generate(model, prompts, max_new_tokens=6)]
+    engine = Engine(model, slots=2, max_length=96, chunk=16, prefixes=4)
+    replies: list[list[int]] = [[] for _ in prompts]
+    for piece in engine.stream(prompts, max_new_tokens=6):
+        replies[piece.prompt] += piece.tokens
+    assert replies == expected
+    assert engine.computed_tokens < sum(map(len, prompts))
+
+
+def test_bytes_of_a_cache(load):
+    model = windowed(load("qwen3-5-four"))
+    config, layouts = model.config, cache_layouts(model.config, model.pattern, 64)
+    cache = allocate(config, layouts, 3, jnp.bfloat16)
+    by_hand = 3 * (2 * 2 * WINDOW_SIZE * 16 * 2)  # rows, keys and values, KV heads, entries, head_dim, bytes
+    by_hand += 3 * 3 * (2 * 8 * 6 * 4 + 3 * (2 * 2 * 8 + 2 * 6) * 2)  # rows, linear layers, states and inputs
+    assert cache.nbytes == cache_bytes(config, model.pattern, 3, 64, 2) == by_hand
+
+
+def test_recipes_count_and_change_attention_layers_alone(load):
+    config = load("qwen3-5-eight").config
+    letters = {FULL: "F", WINDOW: "w", LINEAR: "L"}
+
+    def of(recipe: str) -> str:
+        return "".join(letters[kind] for kind in AttentionPattern.from_recipe(recipe, config).layer_types)
+
+    assert of("full") == "LFLLLLFF"
+    assert of("window") == "LwLLLLww"
+    assert of("interleave-1-in-2") == "LwLLLLFw"
+    assert of("begin-middle-end-1-in-3") == "LFLLLLww"
+    assert of("layers:6") == "LwLLLLFw"
+    with pytest.raises(ConfigError, match="full layer 2 is a linear layer"):
+        of("layers:2")
+    wrong = AttentionPattern((WINDOW,) * 8, 4)
+    with pytest.raises(ConfigError, match=r"\[0\] is 'sliding_attention', but layer 0 of the model is a linear layer"):
+        wrong.validate(config)

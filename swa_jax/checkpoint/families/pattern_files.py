@@ -67,7 +67,7 @@ def read_pattern(
     """
     if not is_pattern_file(source):
         pattern = AttentionPattern.from_recipe(str(source), layers, seed=seed, **window.fields)
-        sized = window.size is not None or set(pattern.layer_types) == {FULL}
+        sized = window.size is not None or pattern.is_full
         return pattern if sized else pattern.with_window(Window(default_window))
     name, data = read_object(source)
     if "num_hidden_layers" in data:
@@ -86,7 +86,7 @@ def read_pattern(
 def no_window(pattern: AttentionPattern, model: ModelConfig) -> str | None:
     """What a user should know of windows as long as the model's context, which is full attention; None for others."""
     context, window = model.max_position_embeddings, pattern.sliding_window
-    if window is None or window < context or set(pattern.layer_types) == {FULL}:
+    if window is None or window < context or pattern.is_full:
         return None
     return f"a window of {window} holds the model's whole context of {context}, which is full attention"
 

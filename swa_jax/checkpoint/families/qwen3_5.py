@@ -66,11 +66,5 @@ def _window_keys(config: ModelConfig, pattern: AttentionPattern) -> HfKeys:
 
 
 FAMILY = Family(
-    "qwen3_5_text",
-    "Qwen3_5ForCausalLM",
-    from_hf,
-    to_hf,
-    _windows,
-    _window_keys,
-    peculiarity="Gated DeltaNet",
+    "qwen3_5_text", "Qwen3_5ForCausalLM", from_hf, to_hf, _windows, _window_keys, peculiarity="Gated DeltaNet"
 )

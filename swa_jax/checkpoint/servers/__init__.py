@@ -103,7 +103,7 @@ def served_config(server: str, hf: HfConfig, pattern: AttentionPattern, *, as_fu
     check_target(server)
     if (found := find_served(server, hf, pattern)) is not None:
         return found
-    full = find_served(server, fully(hf), AttentionPattern((FULL,) * pattern.num_layers))
+    full = find_served(server, fully(hf), pattern.opened)
     if as_full and full is not None:
         return full
     known = {} if server == "transformers" or full is not None else SERVERS[server].no_class
@@ -133,7 +133,7 @@ def find_served(server: str, hf: HfConfig, pattern: AttentionPattern) -> Served 
             return None
         runs = ServerClass(found.architecture)
         return Served(found.hf, config.model_type, pattern, runs, SERVERS[server].command, found)
-    full = AttentionPattern((FULL,) * pattern.num_layers)
+    full = pattern.opened
     for family, described in same_model(hf, config):
         if server == "transformers":
             if (out := expressed(family, described, pattern, config)) is not None:
