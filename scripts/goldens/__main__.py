@@ -27,21 +27,8 @@ import importlib
 import sys
 from pathlib import Path
 
-KINDS = (
-    "models",
-    "linear",
-    "generation",
-    "configs",
-    "texts",
-    "real",
-    "losses",
-    "adapters",
-    "ruler",
-    "served",
-    "exports",
-    "peft",
-)
-MODULES = {kind: kind for kind in KINDS} | {"losses": "real", "peft": "exports"}
+KINDS = "models linear generation configs texts real losses adapters ruler served exports peft"
+MODULES = {kind: kind for kind in KINDS.split()} | {"losses": "real", "peft": "exports"}
 
 
 def main() -> int:

@@ -2,7 +2,7 @@
 
 Each folder is one model as `save_pretrained` writes it. `golden.safetensors`: tokens int32 [2, 90], more than one chunk
 of the delta rule; logits f32 [2, 90, 131]; and logits_window, the same weights with a window of 8 in every attention
-layer. Their class knows no windows: that mask is made here and given to it. `generation.safetensors` is as in models.py.
+layer: their class knows no windows, that mask is made here and given to it. `generation.safetensors`: as in models.py.
 """
 
 import shutil
@@ -20,7 +20,7 @@ LENGTH = 90
 
 @torch.no_grad()
 def windowed(model, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits [B, T, V] with windows in the attention layers; fails unless these attend to what is in the window alone."""
+    """Logits [B, T, V] with windows in the attention layers; fails unless these attend to what is in them alone."""
     i, j = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)[None]
     visible = (j <= i) & (j > i - WINDOW)
     mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min).expand(BATCH, 1, LENGTH, LENGTH)

@@ -199,7 +199,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, Rotation | None]:
         """As `qkv`, with queries that are still to be rotated by the last result."""
         size, width = self.config.head_dim, self.width
-        q = self.queries_and_gate(x)[0] if self.gated_by_queries else self.q_proj.to_heads(x, width)
+        q: Any = self.queries_and_gate(x)[0] if self.gated_by_queries else self.q_proj.to_heads(x, width)
         k = self.k_proj.to_heads(x, width) if self.has_keys else None
         v = self.v_proj.to_heads(x, self.config.v_head_dim or width) if hasattr(self, "v_proj") else k
         rotation = None
@@ -242,8 +242,8 @@ class Attention(nnx.Module):
     def queries_and_gate(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Both halves of the query projection of x [B, T, d], [B, T, H, D] each. XLA computes what is asked for twice
         once."""
-        first, second = jnp.split(self.q_proj.to_heads(x, 2 * self.config.head_dim), 2, axis=-1)
-        return first, second
+        both, size = self.q_proj.to_heads(x, 2 * self.config.head_dim), self.config.head_dim
+        return both[..., :size], both[..., size:]
 
     def full_heads(self, row: LayerData) -> jax.Array:
         """Which of the layer's KV heads stay full: [K] bool."""

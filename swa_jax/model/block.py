@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from swa_jax.model.attention import Attention, AttentionContext, KeysValues, LayerData, Routing
+from swa_jax.model.attention import Attention, AttentionContext, KeysValues, LayerData, MadeKeys, Routing
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.experts import ExpertLoad, MixtureOfExperts
 from swa_jax.model.gated_delta import GatedDelta
@@ -50,8 +50,8 @@ class Stream(NamedTuple):
 
 
 class Block(nnx.Module):
-    """One decoder layer: attention, or Gated DeltaNet in a linear layer, then MLP, each with a norm before it, on what it
-    gives, or both.
+    """One decoder layer: attention, or Gated DeltaNet in a linear layer, then MLP, each with a norm before it, on what
+    it gives, or both.
 
     The norms before are `input_norm` and `post_attention_norm` (of the MLP's input), those after `attention_out_norm`
     and `mlp_out_norm`. In a parallel layer the MLP reads what attention reads. A dense layer has an `mlp`, a sparse one
@@ -87,9 +87,11 @@ class Block(nnx.Module):
     def __call__(self, stream: Stream, row: LayerData, context: AttentionContext) -> tuple[Stream, Routing]:
         """The stream before this layer and the layer's data -> the stream behind it, routing [B, T]."""
         read = self.attention_input(stream.x)
+        made: MadeKeys = (None, None)
         if self.gated_delta is not None:
-            (mixed, _), none = self.gated_delta(read, context.segment_ids), jnp.zeros(read.shape[:2], jnp.float32)
-            routing, made = Routing(none, none, none), (None, None)
+            mixed, _ = self.gated_delta(read, context.segment_ids)
+            none = jnp.zeros(read.shape[:2], jnp.float32)
+            routing = Routing(none, none, none)
         else:
             mixed, routing, made = self.attention(read, row, context, stream.read_by(self))
         counted = None if context.segment_ids is None else context.segment_ids != 0

@@ -30,7 +30,7 @@ from swa_jax.model.cached_attention import (
     with_visits,
 )
 from swa_jax.model.config import ModelConfig
-from swa_jax.model.gated_delta import LinearState
+from swa_jax.model.gated_delta import GatedDelta, LinearState
 from swa_jax.model.layer_inputs import LayerInputs
 from swa_jax.model.layer_stacks import head_groups
 from swa_jax.model.layer_types import SWITCH
@@ -262,8 +262,8 @@ class Decoder(nnx.Module):
                 pools = put_prompts(k, v, pools, place, ring, partition)
             return mixed, pools, (k, v)
 
-        def linear(block: Block, x: jax.Array, _: LinearState) -> tuple[jax.Array, LinearState]:
-            return block.gated_delta(x, count=lengths)
+        def linear(mixer: GatedDelta, x: jax.Array, _: LinearState) -> tuple[jax.Array, LinearState]:
+            return mixer(x, count=lengths)
 
         cache = dataclasses.replace(cache, lengths=lengths)
         stream, cache = self._through_cache(attend, linear, tokens, cache, layouts, partition)
@@ -306,8 +306,8 @@ class Decoder(nnx.Module):
             queries = jax.ShapeDtypeStruct(shape, self.embedding[...].dtype)
             steps.append(with_visits(step, queries, pools, layout, context))
 
-        def linear(block: Block, x: jax.Array, before: LinearState) -> tuple[jax.Array, LinearState]:
-            return block.gated_delta(x, before=before, count=None if active is None else active.astype(jnp.int32))
+        def linear(mixer: GatedDelta, x: jax.Array, before: LinearState) -> tuple[jax.Array, LinearState]:
+            return mixer(x, before=before, count=None if active is None else active.astype(jnp.int32))
 
         attend = functools.partial(_attend_to_cache, decode_layer, context, layouts, steps)
         stream, cache = self._through_cache(attend, linear, tokens[:, None], cache, layouts, partition)
@@ -344,13 +344,13 @@ class Decoder(nnx.Module):
         )
         alone = None if partition is None else partition.of_one_row
 
-        def linear(block: Block, x: jax.Array, before: LinearState) -> tuple[jax.Array, LinearState]:
+        def linear(mixer: GatedDelta, x: jax.Array, before: LinearState) -> tuple[jax.Array, LinearState]:
             def put(every: jax.Array, one: jax.Array) -> jax.Array:
                 return jax.lax.dynamic_update_slice_in_dim(every, one, row, 0)
 
             mine = (jax.lax.dynamic_slice_in_dim(state, row, 1) for state in before)
             known = LinearState(*(jnp.where(chunk.start > 0, state, 0) for state in mine))  # else another sequence's
-            mixed, behind = block.gated_delta(x, before=known, count=count[None])
+            mixed, behind = mixer(x, before=known, count=count[None])
             return mixed, jax.tree.map(put, before, behind)
 
         attend = functools.partial(_attend_to_cache, extend_layer, context, layouts, [chunk] * len(layouts))
@@ -365,7 +365,7 @@ class Decoder(nnx.Module):
     def _through_cache(
         self,
         attend: Callable[..., tuple[jax.Array, CachePools, MadeKeys]],
-        linear: Callable[[Block, jax.Array, LinearState], tuple[jax.Array, LinearState]],
+        linear: Callable[[GatedDelta, jax.Array, LinearState], tuple[jax.Array, LinearState]],
         tokens: jax.Array,
         cache: KVCache,
         layouts: tuple[CacheLayout, ...],
@@ -374,16 +374,16 @@ class Decoder(nnx.Module):
         """The stream behind the last layer, and the cache with the tokens [B, T] in.
 
         `attend(block, stream, the layer's data, pools, place)` is the attention of a layer: what it gives [B, T, d],
-        the pools of its group with its keys in, and those keys and values. `linear(block, what the layer reads [B, T, d],
-        its state)` is the mixer of a linear layer: what it gives, and the state with the tokens in.
+        the pools of its group with its keys in, and those keys and values. `linear(mixer, what the layer reads
+        [B, T, d], its state)` is the same of a linear layer: what it gives, and the state with the tokens in.
         """
         Carry = tuple[Stream, tuple[CachePools, ...], LinearState | None]
 
         def layer(carry: Carry, block: Block, scanned: tuple) -> tuple[Carry, None]:
             (stream, pools, states), (row, places, slot) = carry, scanned
             made: MadeKeys = (None, None)
-            if block.gated_delta is not None:
-                mixed, state = linear(block, block.attention_input(stream.x), jax.tree.map(lambda x: x[slot], states))
+            if (mixer := block.gated_delta) is not None:
+                mixed, state = linear(mixer, block.attention_input(stream.x), jax.tree.map(lambda x: x[slot], states))
                 states = jax.tree.map(lambda every, one: every.at[slot].set(one), states, state)
             else:
                 mixed, own, made = attend(block, stream, row, pools[block.group], places[block.group])

@@ -98,7 +98,7 @@ class GatedDelta(nnx.Module):
     def _convolved(
         self, x: jax.Array, runs: jax.Array, before: jax.Array, count: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
-        """x [B, T, C] -> what queries, keys and values are made of [B, T, C], and the inputs that the next one reads."""
+        """x [B, T, C] -> what queries, keys and values are cut from [B, T, C], and the inputs that the next reads."""
         weights, length, past = self.conv[..., 0, :], x.shape[1], before.shape[1]
         inputs = jnp.concatenate([before.astype(x.dtype), x], axis=1)  # [B, W - 1 + T, C]
         of = jnp.pad(runs, ((0, 0), (past, 0)))
@@ -133,7 +133,7 @@ def empty_state(config: ModelConfig, batch: int, dtype: jax.typing.DTypeLike) ->
 
 
 def recurrent(given: Updates, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The delta rule token by token: what heads say [B, H, T, Dv], and the state [B, H, Dk, Dv] behind all, both f32."""
+    """The delta rule token by token: what heads say [B, H, T, Dv], and the state [B, H, Dk, Dv] behind, both f32."""
 
     def one(carry: tuple[jax.Array, jax.Array], token: Updates) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         state, run = carry
@@ -157,7 +157,7 @@ def chunked(given: Updates, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     length = given.runs.shape[1]
     more = -length % CHUNK
-    padded = Updates(*(jnp.pad(x, ((0, 0), (0, 0), (0, more), (0, 0))) for x in given[:3]), *_padded(given, more))
+    padded = _padded(given, more)
 
     def one(carry: tuple[jax.Array, jax.Array], part: Updates) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         state, run = carry
@@ -182,20 +182,20 @@ def chunked(given: Updates, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     return said.reshape(*said.shape[:2], -1, said.shape[-1])[:, :, :length], state
 
 
-def _padded(given: Updates, more: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """g, b and the runs of more tokens, which leave the state as it is."""
-    g, b = (jnp.pad(x, ((0, 0), (0, 0), (0, more))) for x in (given.g, given.b))
-    return g, b, jnp.pad(given.runs, ((0, 0), (0, more)), mode="edge")
+def _padded(given: Updates, more: int) -> Updates:
+    """With more tokens, which leave the state as it is."""
+    numbers = [jnp.pad(x, [(0, more if axis == 2 else 0) for axis in range(x.ndim)]) for x in given[:5]]
+    return Updates._make([*numbers, jnp.pad(given.runs, ((0, 0), (0, more)), mode="edge")])
 
 
 def _tokens_first(given: Updates) -> Updates:
-    return Updates(*(jnp.moveaxis(x, 2, 0) for x in given[:5]), given.runs.T)
+    return Updates._make([*(jnp.moveaxis(x, 2, 0) for x in given[:5]), given.runs.T])
 
 
 def _in_chunks(given: Updates) -> Updates:
     """The tokens of each chunk next to each other, the chunks in front."""
-    parts = (jnp.moveaxis(x.reshape(*x.shape[:2], -1, CHUNK, *x.shape[3:]), 2, 0) for x in given[:5])
-    return Updates(*parts, jnp.moveaxis(given.runs.reshape(given.runs.shape[0], -1, CHUNK), 1, 0))
+    parts = [jnp.moveaxis(x.reshape(*x.shape[:2], -1, CHUNK, *x.shape[3:]), 2, 0) for x in given[:5]]
+    return Updates._make([*parts, jnp.moveaxis(given.runs.reshape(given.runs.shape[0], -1, CHUNK), 1, 0)])
 
 
 def _dot(sizes: str, *arrays: jax.Array) -> jax.Array:

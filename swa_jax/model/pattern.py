@@ -281,15 +281,15 @@ class AttentionPattern:
         whose layers all do."""
         linear: tuple[int, ...] = ()
         if isinstance(num_layers, ModelConfig):
-            num_layers, linear = num_layers.num_hidden_layers, num_layers.linear_layers
+            linear, num_layers = num_layers.linear_layers, num_layers.num_hidden_layers
         wrong = [i for i in full_layers if not 0 <= i < num_layers]
         if wrong:
             raise ConfigError(f"full layer {wrong[0]} does not exist: the model has layers 0 to {num_layers - 1}")
         if wrong := [i for i in full_layers if i in linear]:
             raise ConfigError(f"full layer {wrong[0]} is a linear layer of this model: it cannot attend")
-        types = (FULL if i in set(full_layers) else rest for i in range(num_layers))
-        types = tuple(LINEAR if i in linear else kind for i, kind in enumerate(types))
-        return cls(types, sliding_window, **fields)
+        full = {*full_layers}
+        types = (LINEAR if i in linear else FULL if i in full else rest for i in range(num_layers))
+        return cls(tuple(types), sliding_window, **fields)
 
     @classmethod
     def everywhere(

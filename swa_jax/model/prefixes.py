@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from swa_jax.model.cache import KVCache
@@ -99,7 +100,7 @@ def restored(cache: KVCache, row: jax.Array, whole: Parts | None, rings: Parts |
     """The cache with `length` tokens of a remembered sequence in one row; with none, an empty row."""
 
     def put(pool: jax.Array, values: jax.Array) -> jax.Array:
-        first = (0, row, *[0] * (pool.ndim - 2))
+        first = [jnp.int32(0), row, *[jnp.int32(0)] * (pool.ndim - 2)]
         return jax.lax.dynamic_update_slice(pool, values[:, None], first) if pool.size else pool
 
     pools, states = cache.pools, cache.states

@@ -52,7 +52,7 @@ class Recipe(NamedTuple):
 
 
 def read_recipe(recipe: str, layers: Sequence[int], seed: int) -> Recipe:
-    """Parse a recipe's name, for a model of which these layers attend. Raises `ConfigError` for one that is not known."""
+    """Parse a recipe's name, for a model of which these layers attend. Raises `ConfigError` for an unknown one."""
     first, _, more = recipe.partition("+")
     name, *suffixes = "+".join(part for part in (SWAA_ROWS.get(first, first), more) if part).split("+")
     decode, last_tokens, sink_tokens = False, 0, DEFAULT_SINK_TOKENS if name == "streaming" else 0

@@ -232,8 +232,8 @@ def _sizes(partition: Partition, dimension: str) -> str:
 
 
 def check_model(config: ModelConfig, partition: Partition) -> None:
-    """Heads must be split whole, every parameter must divide, and linear layers need whole sequences; `ConfigError` names
-    the count and the axis."""
+    """Heads must be split whole, every parameter must divide, and linear layers need whole sequences; `ConfigError`
+    names the count and the axis."""
     if partition.size("sequence") > 1:
         config.refuse_linear("a mesh that splits sequences ('mesh.context')")
     for dimension, name in (

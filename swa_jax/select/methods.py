@@ -385,8 +385,8 @@ def rank(method: str, task: Task, ratios: Sequence[float], **options: Any) -> Ra
     if task.model.config.linear_layers and not row.hybrids:
         known = ", ".join(name for name, one in METHODS.items() if one.hybrids)
         raise ConfigError(
-            f"method '{method}' looks at the attention of every layer, and this model has linear layers; known for such "
-            f"models: {known}"
+            f"method '{method}' looks at the attention of every layer, and this model has linear layers; known for "
+            f"such models: {known}"
         )
     return row.run(task, ratios, **row.fixed, **options)
 

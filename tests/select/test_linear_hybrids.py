@@ -1,0 +1,65 @@
+"""Selection, comparison and evaluation of a hybrid with linear layers: they speak of its attention layers alone."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import swa_jax
+from swa_jax.base.errors import ConfigError
+from swa_jax.checkpoint.hf_import import import_model
+from swa_jax.evaluate.examples import Example
+from swa_jax.evaluate.nll import score_answers
+from swa_jax.model.layer_types import FULL, LINEAR, WINDOW
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.window import Window
+from swa_jax.select.methods import METHODS, choose
+from swa_jax.select.task import Task
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "linear" / "qwen3-5-eight"
+ATTENDING = (1, 6, 7)
+LETTERS = {FULL: "F", WINDOW: "w", LINEAR: "L"}
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> Task:
+    model = swa_jax.load_model(import_model(GOLDEN, tmp_path_factory.mktemp("hybrid") / "model"))
+    rng = np.random.default_rng(5)
+    examples = [Example(rng.integers(0, 131, 40).tolist(), rng.integers(0, 131, 3).tolist(), []) for _ in range(4)]
+    return Task(model, examples, Window(8, 0, False, 0), force=True)
+
+
+def letters(pattern: AttentionPattern) -> str:
+    return "".join(LETTERS[kind] for kind in pattern.layer_types)
+
+
+@pytest.mark.parametrize(("method", "options"), [("nll", {}), ("nll-greedy", {}), ("nll-gradient", {"tried": 3})])
+def test_layers_are_chosen_by_the_loss_of_real_passes(task, method, options):
+    """The best single layer is the one under which the answers' loss, computed pattern by pattern, is least."""
+
+    def loss(full: tuple[int, ...]) -> float:
+        pattern = AttentionPattern.from_full_layers(full, task.model.config, 8)
+        return float(score_answers(task.model, task.examples, pattern=pattern).nll.mean())
+
+    windowed, losses = loss(()), [loss((layer,)) for layer in ATTENDING]
+    (pattern,) = choose(method, task, [2 / 3], **options)
+    assert pattern.full_layers == (ATTENDING[int(np.argmin(losses))],)
+    assert letters(pattern).replace("F", "w") == "LwLLLLww"
+    scores = pattern.provenance["scores"]
+    assert [layer for layer, score in enumerate(scores) if score is not None] == [*ATTENDING]
+    np.testing.assert_allclose([scores[layer] for layer in ATTENDING], windowed - np.array(losses), atol=1e-4)
+
+
+def test_shares_are_of_attention_layers(task):
+    for method in ("interleave", "begin-middle-end", "random"):
+        found = [letters(pattern) for pattern in choose(method, task, [1, 2 / 3, 1 / 3, 0])]
+        assert [row.count("F") for row in found] == [0, 1, 2, 3]
+        assert {row.replace("F", "w") for row in found} == {"LwLLLLww"}
+
+
+@pytest.mark.parametrize("method", sorted(name for name, method in METHODS.items() if not method.hybrids))
+def test_other_methods_are_refused(task, method):
+    with pytest.raises(
+        ConfigError, match=f"method '{method}' looks at the attention of every layer, .* nll, nll-greedy"
+    ):
+        choose(method, task, [0.5])
