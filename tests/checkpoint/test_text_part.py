@@ -62,6 +62,12 @@ def test_the_language_model_of_a_model_for_images(tmp_path, kind, model, spellin
     assert (hf["eos_token_id"], hf["dtype"], "vision_config" in hf) == ([1, 106], "float32", False)
 
 
+def test_the_language_model_of_a_hybrid_for_images(tmp_path):
+    model = "linear/qwen3-5-four"
+    imported = import_model(whole_model(tmp_path / "whole", "qwen3_5", model, "as it names the modules"), tmp_path / "imported")
+    assert same_checkpoint(imported, import_model(GOLDEN / model, tmp_path / "alone"))
+
+
 def test_gemma_3_4b_says_little_of_its_language_model():
     """Its text_config as released; the rest is the defaults of transformers' class."""
     inner = {

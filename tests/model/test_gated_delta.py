@@ -18,7 +18,8 @@ from swa_jax.model.cache import allocate, cache_bytes, cache_layouts
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.engine import Engine
 from swa_jax.model.gated_delta import CHUNK, Updates, chunked, recurrent
-from swa_jax.model.layer_types import FULL, LINEAR, WINDOW
+from swa_jax.model.layer_types import FULL, HYBRID, LINEAR, SWITCH, WINDOW
+from swa_jax.model.lora import LoraConfig, with_lora
 from swa_jax.model.pattern import AttentionPattern
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "linear"
@@ -202,3 +203,41 @@ def test_recipes_count_and_change_attention_layers_alone(load):
     wrong = AttentionPattern((WINDOW,) * 8, 4)
     with pytest.raises(ConfigError, match=r"\[0\] is 'sliding_attention', but layer 0 of the model is a linear layer"):
         wrong.validate(config)
+
+
+@pytest.mark.parametrize("kind", ["heads", "routed", "decode"])
+def test_generation_under_other_patterns_is_a_forward_pass(load, kind):
+    """Single KV heads that stay full, routers, and full-attention decode with sink tokens, in the attention layers."""
+    model, tokens = load("qwen3-5-eight"), golden("qwen3-5-eight")["tokens"][:1, :30]
+    types = AttentionPattern.everywhere(WINDOW, model.config, WINDOW_SIZE).layer_types
+    pattern = {
+        "heads": AttentionPattern(
+            (LINEAR, HYBRID, *types[2:]), WINDOW_SIZE, full_kv_heads=((), (1,), (), (), (), (), (), ())
+        ),
+        "routed": AttentionPattern.everywhere(SWITCH, model.config, WINDOW_SIZE),
+        "decode": AttentionPattern(types, WINDOW_SIZE, num_sink_tokens=2, full_attention_decode=True),
+    }[kind]
+    model = model.with_pattern(pattern, rngs=nnx.Rngs(3))
+    (reply,) = swa_jax.generate(model, tokens.tolist(), max_new_tokens=8)
+    whole = np.concatenate([tokens[0], reply])[None]
+    full_from = pattern.full_from(jnp.array([30]))
+    found = nnx.jit(Decoder.__call__)(model, whole, full_from=full_from)
+    assert found[0, 29:-1].argmax(-1).tolist() == list(reply)
+
+
+def test_a_step_of_training_changes_every_parameter_and_adapters_are_of_attention_and_mlps(load):
+    model, tokens = load("qwen3-5-four"), golden("qwen3-5-four")["tokens"]
+
+    def loss(model):
+        found = model(tokens)
+        return -jnp.take_along_axis(jax.nn.log_softmax(found[:, :-1]), tokens[:, 1:, None], axis=-1).mean()
+
+    gradients = jax.tree_util.tree_leaves_with_path(nnx.jit(nnx.grad(loss))(model))
+    assert all(np.isfinite(leaf).all() and np.abs(leaf).max() > 0 for _, leaf in gradients)
+    adapted = with_lora(model, LoraConfig(targets=("q_proj", "o_proj", "up_proj")), nnx.Rngs(0))
+    np.testing.assert_array_equal(logits(adapted, tokens), logits(model, tokens))
+    paths = {path for path, _ in nnx.to_flat_state(nnx.state(adapted, nnx.LoRAParam))}
+    assert {path[1:-1] for path in paths} == {
+        ("attending", "attention", "q_proj"), ("attending", "attention", "o_proj"), ("attending", "mlp", "up_proj"),
+        ("linear", "mlp", "up_proj"),
+    }  # fmt: skip

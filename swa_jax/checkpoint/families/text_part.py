@@ -9,7 +9,7 @@ from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.families import FAMILIES
 
 # The family of a `text_config` that names none, by the model_type around it.
-WHOLE_MODELS = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "mistral"}
+WHOLE_MODELS = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "mistral", "qwen3_5": "qwen3_5_text"}
 # What is said once for the whole model, and is the language model's.
 _OF_THE_WHOLE = (
     "bos_token_id",
@@ -23,7 +23,7 @@ _OF_THE_WHOLE = (
 
 
 def text_config(hf: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The `config.json` of the language model of a Gemma 3 or 4, or a Mistral 3, for images; None for any other one.
+    """The `config.json` of the language model of a Gemma 3 or 4, a Mistral 3 or a Qwen3.5, for images; None for any other.
 
     Raises:
       ConfigError: no `text_config`, or one of a family that is not supported.

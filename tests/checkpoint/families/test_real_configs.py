@@ -8,8 +8,9 @@ import pytest
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.families import apply_pattern, hf_config, hf_pattern, model_config
+from swa_jax.checkpoint.families.text_part import text_config
 from swa_jax.checkpoint.tensor_names import hf_tensors
-from swa_jax.model.layer_types import FULL, WINDOW
+from swa_jax.model.layer_types import FULL, LINEAR, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
 HERE = Path(__file__).parent
@@ -75,6 +76,19 @@ def test_devstral_is_read_where_its_weights_are_not_quantised():
     assert letters_of(hf_pattern(hf)) == GOLDENS[name]["layers"]
     windowed = AttentionPattern((WINDOW, FULL) * 44, 4096)
     assert apply_pattern(hf, windowed)[0]["model_type"] == "ministral"
+
+
+def test_the_language_model_of_qwen3_5_has_the_tensors_of_transformers():
+    """Names and shapes of transformers 5.19's class for its text_config; where that is alone, nothing is refused."""
+    hf = text_config(CONFIGS["Qwen--Qwen3.5-27B"])
+    assert hf is not None
+    config, pattern, tensors = model_config(hf), hf_pattern(hf), hf_tensors(model_config(hf))
+    digits = "015728d7a870b14786cea2f4deb093740c1a333ca75f166cd0adb0c7dfbeb848"
+    assert (len(tensors), digest(tensors)) == (851, digits)
+    assert pattern == AttentionPattern(((LINEAR,) * 3 + (FULL,)) * 16)
+    pattern.validate(config)
+    assert (model_config(hf_config(config, pattern)), hf_pattern(hf_config(config, pattern))) == (config, pattern)
+    assert apply_pattern(hf, AttentionPattern.everywhere(WINDOW, config, 4096))[1].startswith("Hugging Face cannot")
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
