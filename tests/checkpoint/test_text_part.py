@@ -29,7 +29,7 @@ def same_checkpoint(one: Path, other: Path) -> bool:
 
 
 def whole_model(path: Path, kind: str, model: str, spelling: str) -> Path:
-    """A golden as the language model of a Gemma 3 or Mistral 3, with a vision tower and a projector beside it."""
+    """A golden as the language model of a model for images, with a vision tower and a projector beside it."""
     front, head, of_others = SPELLINGS[spelling]
     other = np.ones((3, 2), np.float32)
     tensors = {
@@ -64,7 +64,9 @@ def test_the_language_model_of_a_model_for_images(tmp_path, kind, model, spellin
 
 def test_the_language_model_of_a_hybrid_for_images(tmp_path):
     model = "linear/qwen3-5-four"
-    imported = import_model(whole_model(tmp_path / "whole", "qwen3_5", model, "as it names the modules"), tmp_path / "imported")
+    imported = import_model(
+        whole_model(tmp_path / "whole", "qwen3_5", model, "as it names the modules"), tmp_path / "imported"
+    )
     assert same_checkpoint(imported, import_model(GOLDEN / model, tmp_path / "alone"))
 
 

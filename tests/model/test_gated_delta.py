@@ -21,6 +21,7 @@ from swa_jax.model.gated_delta import CHUNK, Updates, chunked, recurrent
 from swa_jax.model.layer_types import FULL, HYBRID, LINEAR, SWITCH, WINDOW
 from swa_jax.model.lora import LoraConfig, with_lora
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.sharding import AXES, Partition, ShardingRules, check_model
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "linear"
 CASES = sorted(folder.name for folder in GOLDEN.iterdir())
@@ -241,3 +242,9 @@ def test_a_step_of_training_changes_every_parameter_and_adapters_are_of_attentio
         ("attending", "attention", "q_proj"), ("attending", "attention", "o_proj"), ("attending", "mlp", "up_proj"),
         ("linear", "mlp", "up_proj"),
     }  # fmt: skip
+
+
+def test_a_mesh_that_splits_sequences_is_refused(load):
+    partition = Partition(jax.sharding.AbstractMesh((1, 1, 1, 2, 1), AXES), ShardingRules())
+    with pytest.raises(ConfigError, match="'mesh.context'.* is not made yet for models with linear layers"):
+        check_model(load("qwen3-5-four").config, partition)
