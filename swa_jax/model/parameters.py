@@ -211,7 +211,7 @@ def _gated_delta(config: ModelConfig) -> list[Parameter]:
     return rows
 
 
-def _log_rates(key: jax.Array, shape: Any, dtype: Any = jnp.float32) -> jax.Array:
+def _log_rates(key: jax.Array, shape: Any, dtype: Any = jnp.float32, *_: Any, **__: Any) -> jax.Array:
     """Logarithms of rates of decay, as Hugging Face's class draws them."""
     return jnp.log(jax.random.uniform(key, shape, jnp.float32, 0.01, 16)).astype(dtype)
 

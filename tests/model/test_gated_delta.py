@@ -246,5 +246,5 @@ def test_a_step_of_training_changes_every_parameter_and_adapters_are_of_attentio
 
 def test_a_mesh_that_splits_sequences_is_refused(load):
     partition = Partition(jax.sharding.AbstractMesh((1, 1, 1, 2, 1), AXES), ShardingRules())
-    with pytest.raises(ConfigError, match="'mesh.context'.* is not made yet for models with linear layers"):
+    with pytest.raises(ConfigError, match=r"'mesh.context'.* is not made yet for models with linear layers"):
         check_model(load("qwen3-5-four").config, partition)

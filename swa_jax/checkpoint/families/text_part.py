@@ -23,7 +23,7 @@ _OF_THE_WHOLE = (
 
 
 def text_config(hf: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The `config.json` of the language model of a Gemma 3 or 4, a Mistral 3 or a Qwen3.5, for images; None for any other.
+    """The `config.json` of the language model in one of `WHOLE_MODELS`, which are for images; None for any other.
 
     Raises:
       ConfigError: no `text_config`, or one of a family that is not supported.
