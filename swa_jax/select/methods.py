@@ -83,7 +83,8 @@ def _nll(
     linear = task.model.config.linear_layers
     mean = [None if layer in linear else score for layer, score in enumerate(scores.mean.tolist())]
     said = {"scores": mean, "scored_with_full_attention_decode": scorer.window.full_decode}
-    order = [layer for layer in _ranked(np.nan_to_num(scores.mean)) if layer not in linear]
+    finite = np.where(np.isin(range(scorer.layers), linear), 0, scores.mean)
+    order = [layer for layer in _ranked(finite) if layer not in linear]
     return Ranking(order, (scorer.layers, 1), said | intervals, linear)
 
 
