@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -248,4 +249,5 @@ def _swapped(pattern: AttentionPattern, masks: Sequence[np.ndarray], provenance:
     if pattern.sliding_window is None:
         raise ConfigError(f"{provenance['second']} windows nothing: there is nothing to swap")
     full = swap_back(masks[0], masks[1], provenance["seed"])
-    return head_pattern(full, pattern.window, {"method": "swap"} | provenance)
+    swapped = head_pattern(full, pattern.window, {"method": "swap"} | provenance)
+    return dataclasses.replace(swapped, nope_full_layers=pattern.nope_full_layers)
