@@ -227,7 +227,7 @@ class Attention(nnx.Module):
                     cos, sin = (table * context.query_scale[..., None] for table in (cos, sin))
                     rotation = Rotation(cos, sin, rope_distance(self.config))
         if width != size:
-            q, k, v = (t if t is None else _kept_apart(t).reshape(*t.shape[:2], -1, size) for t in (q, k, v))
+            q, k, v = jax.tree.map(lambda t: _kept_apart(t).reshape(*t.shape[:2], -1, size), (q, k, v))
         return q, k, v, rotation
 
     @property
