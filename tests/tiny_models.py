@@ -180,6 +180,10 @@ PATTERNS = {
         SOFTMAX,
         make(*("FwhS", ((), (), (1,), ())), num_sink_tokens=1, full_attention_decode=True, num_last_tokens=4),
     ),
+    "nope-every-kind": (
+        SOFTMAX,
+        make("FwhS", ((), (), (1,), ()), num_sink_tokens=1, full_attention_decode=True, nope_full_layers=True),
+    ),
     "sandwich-every-kind": (SANDWICH, make("FwhS", ((), (), (1,), ()), num_sink_tokens=1)),
     "parallel-every-kind": (PARALLEL, make("FwhS", ((), (), (1,), ()), num_sink_tokens=1)),
     "experts": (SHARED_EXPERTS, make("wFSh", ((), (), (), (1,)))),

@@ -41,12 +41,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def comparison(options: argparse.Namespace) -> Comparison:
     names = ("model", "cores", "prompt", "new", "window", "chunk", "rounds")
     settings = {name: getattr(options, name) for name in names}
-    cells = [Cell(("all",), lambda: measure(options), lambda: settings)]
+    cells = [Cell((one,), lambda one=one: measure(one, options), lambda: settings) for one in PATTERNS]
     return Comparison("generation", cells, lambda done: (table(done), []))
 
 
-def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Medians of `MEASURES` by who computes them: "transformers", and each pattern, whole and in chunks."""
+def measure(pattern: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Medians of `MEASURES` by who computes them: "transformers", and the pattern "whole" and in "chunks"."""
     cores = {int(core) for core in options.cores.split(",")}
     own, other = Path(options.out) / "model", Path(options.out) / "hugging-face"
     import_model(options.model, own)
@@ -54,9 +54,8 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         export_model(own, other, canary=False)
     job = {"prompt": [7 + i * i % 31000 for i in range(options.prompt)], "new": options.new, "window": options.window}
     runs: dict[str, dict[str, Any]] = {"transformers": {"python": options.transformers, "folder": str(other)}}
-    for pattern in PATTERNS:
-        runs[pattern] = {"folder": str(own), "pattern": pattern}
-        runs[f"{pattern}, in chunks"] = {"folder": str(own), "pattern": pattern, "chunk": options.chunk}
+    runs["whole"] = {"folder": str(own), "pattern": pattern}
+    runs["chunks"] = runs["whole"] | {"chunk": options.chunk}
     results: dict[str, list[dict[str, Any]]] = {who: [] for who in runs}
     for _ in range(options.rounds):
         for who, run in runs.items():
@@ -72,9 +71,8 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
             )
             results[who].append(json.loads(done.stdout.splitlines()[-1]))
     replies = {who: found[0]["reply"] for who, found in results.items()}
-    assert replies["full"] == replies["transformers"], "the replies differ"
-    for pattern in PATTERNS:
-        assert replies[f"{pattern}, in chunks"] == replies[pattern][:1], "the first tokens differ"
+    assert pattern != "full" or replies["whole"] == replies["transformers"], "the replies differ"
+    assert replies["chunks"] == replies["whole"][:1], "the first tokens differ"
     return {
         who: {name: statistics.median(one[name] for one in found) for name in MEASURES}
         for who, found in results.items()
@@ -82,15 +80,14 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def table(done: Done) -> str:
-    found = done.get(key_of("all"))
-    if not found:
-        return ""
-    theirs = found["transformers"]
-    rows = [
-        ["transformers, full", f"{theirs['prefill']:.2f}", "", f"{1e3 * theirs['decode']:.1f}", f"{theirs['gib']:.2f}"]
-    ]
+    rows = []
     for pattern in PATTERNS:
-        whole, chunks = found[pattern], found[f"{pattern}, in chunks"]
+        if not (found := done.get(key_of(pattern))):
+            continue
+        theirs, whole, chunks = (found[who] for who in ("transformers", "whole", "chunks"))
+        if not rows:
+            own = [f"{theirs['prefill']:.2f}", "", f"{1e3 * theirs['decode']:.1f}", f"{theirs['gib']:.2f}"]
+            rows.append(["transformers, full", *own])
         prefill = [f"{one['prefill']:.2f} ({theirs['prefill'] / one['prefill']:.2f})" for one in (whole, chunks)]
         decode = f"{1e3 * whole['decode']:.1f} ({theirs['decode'] / whole['decode']:.2f})"
         rows.append([pattern, *prefill, decode, f"{whole['gib']:.2f}, in chunks {chunks['gib']:.2f}"])

@@ -97,7 +97,8 @@ class Forward:
             positions = positions + (positions >= longest // 2)
         after = reading.config.long_rope_after
         length = longest if not reading.long_rope or after is None else after + 1
-        return rope_tables(reading.config, positions[None], length), query_scale(reading.config, positions[None])
+        tables = rope_tables(reading.config, positions[None], length, reading.pattern.nope_full_layers)
+        return tables, query_scale(reading.config, positions[None])
 
 
 @functools.lru_cache(maxsize=64)

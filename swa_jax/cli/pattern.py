@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -189,6 +190,7 @@ def diff(
         "kv_heads": kv_heads,
         "windowed": [int((~mask).sum()) for mask in masks],
         "of": masks[0].size,
+        "nope_full_layers": [pattern.nope_full_layers for pattern in patterns],
         **difference._asdict(),
         "jaccard_distance_of_full": compare_masks(~masks[0], ~masks[1]).jaccard_distance,
         "layers": list(_differences(masks[0], masks[1])),
@@ -229,6 +231,9 @@ def _difference_lines(report: dict[str, Any]) -> Iterator[str]:
     unit, counted = ("layers", "layers") if single else ("heads", "KV heads")
     for name, windowed in zip(report["patterns"], report["windowed"], strict=True):
         yield f"{name}: {windowed} of {report['of']} {counted} windowed ({windowed / report['of']:.1%})"
+    for name, nope in zip(report["patterns"], report["nope_full_layers"], strict=True):
+        if nope:
+            yield f"{name}: full layers without rotary embeddings"
     yield (
         f"turnover {report['turnover']:.1%} of the first's windowed {unit} are not the second's "
         f"({report['relative_turnover']:.1%} of what the two counts allow)"
@@ -248,4 +253,5 @@ def _swapped(pattern: AttentionPattern, masks: Sequence[np.ndarray], provenance:
     if pattern.sliding_window is None:
         raise ConfigError(f"{provenance['second']} windows nothing: there is nothing to swap")
     full = swap_back(masks[0], masks[1], provenance["seed"])
-    return head_pattern(full, pattern.window, {"method": "swap"} | provenance)
+    swapped = head_pattern(full, pattern.window, {"method": "swap"} | provenance)
+    return dataclasses.replace(swapped, nope_full_layers=pattern.nope_full_layers)

@@ -86,7 +86,7 @@ def score_answers(
     kinds = kinds_of(pattern)
     if pattern.sliding_window is not None and set(kinds) <= {FULL, WINDOW}:
         kinds = (FULL, WINDOW)
-    elif SWITCH not in kinds and HYBRID in kinds:
+    elif SWITCH not in kinds and HYBRID in kinds and not pattern.nope_full_layers:
         pattern, kinds = _by_heads(pattern, model.config), (HYBRID,)
     data = layer_data(pattern, model.config, kinds)
     graph, weights = _shared_graph(model, pattern, kinds)
@@ -107,7 +107,7 @@ def score_answers(
 
 def _shared_graph(model: Decoder, pattern: AttentionPattern, kinds: tuple[str, ...]) -> tuple[Any, nnx.State]:
     """The model split for jit, its pattern (which is static) reduced to what the layer map does not say."""
-    if kinds in ((FULL, WINDOW), (HYBRID,)):
+    if kinds in ((FULL, WINDOW), (HYBRID,)) and not pattern.nope_full_layers:  # which goes by the layer map
         seen = pattern.sliding_window, pattern.num_sink_tokens
         pattern = AttentionPattern.everywhere(kinds[-1], model.config, seen[0], num_sink_tokens=seen[1])
     return nnx.split(model if model.pattern == pattern else model.with_pattern(pattern))

@@ -21,7 +21,7 @@ from pallas_kernels.math.rotary import Rotation, rotate
 from pallas_kernels.math.spec import Packing, PerHead
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.experts import ExpertLoad
-from swa_jax.model.layer_stacks import rope_groups
+from swa_jax.model.layer_stacks import nope_of_full_layers, rope_groups
 from swa_jax.model.layer_types import CHUNKED, FULL, HYBRID, LAYER_TYPES, LINEAR, SWITCH, WINDOW
 from swa_jax.model.layers import Norm, RopeTables, drawn, linear, rms_normed, rope_distance
 from swa_jax.model.mesh_attention import StaticOptions, attention_on_mesh
@@ -85,14 +85,17 @@ def kinds_of(pattern: AttentionPattern) -> tuple[str, ...]:
 
 
 def layer_data(pattern: AttentionPattern, config: ModelConfig, kinds: tuple[str, ...] = ()) -> LayerData:
-    """How each layer attends (the pattern) and is rotated (the model); `kinds`: () compiles those of the pattern."""
+    """How each layer attends and is rotated; `kinds`: () compiles those of the pattern."""
     kinds = kinds or kinds_of(pattern)
     full_heads = np.zeros((pattern.num_layers, config.most_kv_heads), bool)
     for layer, heads in enumerate(pattern.full_kv_heads):
         full_heads[layer, list(heads)] = True
     kind = np.array([0 if kind == LINEAR else kinds.index(kind) for kind in pattern.layer_types], np.int32)
-    tables, sizes = rope_groups(config), (size for _, size in config.head_shapes)
-    layers = zip(config.rope_kinds_by_layer, sizes, strict=True)
+    tables, sizes = rope_groups(config, pattern.nope_full_layers), (size for _, size in config.head_shapes)
+    ropes = config.rope_kinds_by_layer
+    if pattern.nope_full_layers:
+        ropes = nope_of_full_layers(pattern.layer_types, ropes)
+    layers = zip(ropes, sizes, strict=True)
     rope = np.array([tables[size].index(name) for name, size in layers], np.int32)
     return LayerData(kinds, jnp.asarray(kind), jnp.asarray(full_heads), jnp.asarray(rope))
 
@@ -224,7 +227,7 @@ class Attention(nnx.Module):
                     cos, sin = (table * context.query_scale[..., None] for table in (cos, sin))
                     rotation = Rotation(cos, sin, rope_distance(self.config))
         if width != size:
-            q, k, v = (t if t is None else _kept_apart(t).reshape(*t.shape[:2], -1, size) for t in (q, k, v))
+            q, k, v = jax.tree.map(lambda t: _kept_apart(t).reshape(*t.shape[:2], -1, size), (q, k, v))
         return q, k, v, rotation
 
     @property

@@ -416,7 +416,8 @@ class Decoder(nnx.Module):
             rows = jnp.arange(tokens.shape[1])[None]
             counted = rows if segment_ids is None else segment_positions(segment_ids)
             rope_positions = counted if positions is None else positions
-            tables = rope_tables(self.config, rope_positions, rope_length or tokens.shape[1])
+            length = rope_length or tokens.shape[1]
+            tables = rope_tables(self.config, rope_positions, length, self.pattern.nope_full_layers)
             # Without the barrier, XLA makes them again in every layer of a loop.
             rope = jax.lax.optimization_barrier(tables)
             scale = query_scale(self.config, rope_positions)

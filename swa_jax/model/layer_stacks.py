@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from swa_jax.model.config import GLOBAL_FIELDS, ROPE_KINDS, ModelConfig, RopeKind
+from swa_jax.model.layer_types import FULL
 
 
 class LayerStack(NamedTuple):
@@ -60,9 +62,21 @@ def head_groups(config: ModelConfig) -> tuple[HeadGroup, ...]:
     return tuple(found)
 
 
-def rope_groups(config: ModelConfig) -> dict[int, tuple[RopeKind, ...]]:
-    """The rotary embeddings that occur, in the order of `ROPE_KINDS`, by the head_dim of the layers that have them."""
+def nope_of_full_layers(types: Sequence[str], ropes: Sequence[RopeKind] = ()) -> tuple[RopeKind, ...]:
+    """`ModelConfig.rope_layers` of a model that rotates no full layer, the others as `ropes` says (all "global")."""
+    every: tuple[RopeKind, ...] = ("global",)
+    others = ropes or every * len(types)
+    return tuple("none" if kind == FULL else rope for kind, rope in zip(types, others, strict=True))
+
+
+def rope_groups(config: ModelConfig, nope: bool = False) -> dict[int, tuple[RopeKind, ...]]:
+    """The rotary embeddings that occur, in the order of `ROPE_KINDS`, by the head_dim of the layers that have them.
+
+    `nope`: a pattern may take them away from layers (`nope_full_layers`), whichever those are.
+    """
     pairs = {*zip((size for _, size in config.head_shapes), config.rope_kinds_by_layer, strict=True)}
+    if nope:
+        pairs |= {(size, "none") for size, _ in pairs}
     sizes = sorted({size for size, _ in pairs})
     return {size: tuple(kind for kind in ROPE_KINDS if (size, kind) in pairs) for size in sizes}
 

@@ -172,13 +172,13 @@ def linear(path: str, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> 
 RopeTables = dict[int, tuple[jax.Array, jax.Array]]
 
 
-def rope_tables(config: ModelConfig, positions: jax.Array, length: int) -> RopeTables:
+def rope_tables(config: ModelConfig, positions: jax.Array, length: int, nope: bool = False) -> RopeTables:
     """What `pallas_kernels.math.rotary.Rotation` takes, at integer positions [B, T], for each of `rope_groups`.
 
-    `length` is that of the rows, or of the cache (see `rope_frequencies`).
+    `length` is that of the rows, or of the cache (see `rope_frequencies`); `nope` is that of `rope_groups`.
     """
     found = {}
-    for head_dim, kinds in rope_groups(config).items():
+    for head_dim, kinds in rope_groups(config, nope).items():
         tables = [_rope_table(config, kind, head_dim, positions, length) for kind in kinds]
         cos, sin = (jnp.stack(table) for table in zip(*tables, strict=True))
         found[head_dim] = cos, sin

@@ -45,6 +45,8 @@ class AttentionPattern:
         TriangleMix (arXiv:2507.21526).
       full_kv_heads: for each layer the KV heads (from 0) that stay full. Layers of the type `head_hybrid_attention`
         name some; all others have ().
+      nope_full_layers: full layers have no rotary embeddings (NoPE), as in arXiv:2601.22156; layers of other types keep
+        theirs.
       provenance: how the pattern came about: method, data, scores, seed. Equality ignores it.
     """
 
@@ -54,6 +56,7 @@ class AttentionPattern:
     full_attention_decode: bool = False
     num_last_tokens: int = 0
     full_kv_heads: tuple[tuple[int, ...], ...] = ()
+    nope_full_layers: bool = False
     provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -179,6 +182,25 @@ class AttentionPattern:
                 )
             if len(set(heads)) != len(heads):
                 raise ConfigError(f"full_kv_heads[{layer}] names a KV head twice: {list(heads)}")
+        if self.nope_full_layers:
+            self._check_nope(model)
+
+    def _check_nope(self, model: ModelConfig) -> None:
+        if not model.uses_rope:
+            raise ConfigError(
+                f"nope_full_layers takes rotary embeddings away, but position_embedding = {model.position_embedding} "
+                "has none: leave nope_full_layers (+nope) out"
+            )
+        if set(self.layer_types) == {FULL} or FULL not in self.layer_types:
+            what = "only full layers, and would know no positions" if FULL in self.layer_types else "no full layer"
+            raise ConfigError(f"nope_full_layers is for patterns with full and other layers; this one has {what}")
+        for layer in model.attention_layers:
+            source = model.kv_sources[layer]
+            if (self.layer_types[layer] == FULL) != (self.layer_types[source] == FULL):
+                raise ConfigError(
+                    f"nope_full_layers: layer {layer} reads the keys of layer {source}, and one of the two is full, so "
+                    "that only one is rotated: make both full, or neither"
+                )
 
     def __str__(self) -> str:
         """The effective per-layer map, on one screen: F full, w window, c chunks, h head hybrid, S switch, L linear."""
@@ -197,6 +219,8 @@ class AttentionPattern:
         hybrids = [f"{i}:{list(h)}" for i, h in enumerate(self.full_kv_heads) if self.layer_types[i] == HYBRID]
         if hybrids:
             lines.append(f"full KV heads by layer: {', '.join(hybrids)}")
+        if self.nope_full_layers:
+            lines.append("full layers without rotary embeddings (NoPE)")
         if self.provenance:
             lines.append(f"made by {self.provenance.get('method', 'unknown')}")
         return "\n".join(lines)
@@ -263,9 +287,8 @@ class AttentionPattern:
         read = read_recipe(recipe, layers, seed)
         window = Window(sliding_window, num_sink_tokens, full_attention_decode).of(read.window, needed=False)
         provenance = {"method": recipe} | ({"seed": seed} if read.drawn else {})
-        return cls.from_full_layers(
-            read.full_layers, num_layers, rest=read.rest, provenance=provenance, **window.fields
-        )
+        fields = {"provenance": provenance, "nope_full_layers": read.nope, **window.fields}
+        return cls.from_full_layers(read.full_layers, num_layers, rest=read.rest, **fields)
 
     @classmethod
     def from_full_layers(

@@ -1,4 +1,4 @@
-"""Named patterns, as `NAME[-1-in-N][@OFFSET][+fa-decode][+last-tokens=N][+sink-tokens=K]`.
+"""Named patterns, as `NAME[-1-in-N][@OFFSET][+fa-decode][+last-tokens=N][+sink-tokens=K][+nope]`.
 
 | recipe | full attention in |
 |---|---|
@@ -49,26 +49,29 @@ class Recipe(NamedTuple):
     rest: str  # the type of the other layers
     window: Window
     drawn: bool  # with a seed
+    nope: bool  # full layers without rotary embeddings
 
 
 def read_recipe(recipe: str, layers: Sequence[int], seed: int) -> Recipe:
     """Parse a recipe's name, for a model of which these layers attend. Raises `ConfigError` for an unknown one."""
     first, _, more = recipe.partition("+")
     name, *suffixes = "+".join(part for part in (SWAA_ROWS.get(first, first), more) if part).split("+")
-    decode, last_tokens, sink_tokens = False, 0, DEFAULT_SINK_TOKENS if name == "streaming" else 0
+    decode, nope, last_tokens, sink_tokens = False, False, 0, DEFAULT_SINK_TOKENS if name == "streaming" else 0
     for suffix in suffixes:
         if suffix == "fa-decode":
             decode = True
+        elif suffix == "nope":
+            nope = True
         elif match := re.fullmatch(r"last-tokens=(\d+)", suffix):
             last_tokens = int(match[1])
         elif match := re.fullmatch(r"sink-tokens(?:=(\d+))?", suffix):
             sink_tokens = int(match[1] or DEFAULT_SINK_TOKENS)
         else:
-            known = "+fa-decode, +last-tokens=N, +sink-tokens=K"
+            known = "+fa-decode, +last-tokens=N, +sink-tokens=K, +nope"
             raise ConfigError(f"recipe '{recipe}': unknown suffix '+{suffix}'; known: {known}")
     full, rest = _full_layers(recipe, name, layers, seed)
     size = DEFAULT_WINDOW if len(full) < len(layers) else None
-    return Recipe(full, rest, Window(size, sink_tokens, decode, last_tokens), name.startswith("random"))
+    return Recipe(full, rest, Window(size, sink_tokens, decode, last_tokens), name.startswith("random"), nope)
 
 
 def _full_layers(recipe: str, name: str, layers: Sequence[int], seed: int) -> tuple[list[int], str]:

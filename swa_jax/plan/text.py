@@ -57,11 +57,11 @@ def _memory_lines(memory: dict[str, Any]) -> list[str]:
         lines.append(f"  {'total':40} {memory['total'] / GIB:6.2f}")
         lines.append(f"FITS: {memory['free'] / GIB:.2f} of {capacity:.2f} GiB stay free")
     else:
-        # The compiler counts what a program holds, but not the program.
+        # The compiler refuses by a count of its own, which can be less than the sum of the parts.
         why = (
             f"The compiler: {memory['compiler']}"
             if "compiler" in memory
-            else "It was compiled, but is itself too large."
+            else "It was compiled, but all that it holds, its own code included, has no room."
         )
         lines.append(f"DOES NOT FIT: {-memory['free'] / GIB:.2f} GiB over the {capacity:.2f} GiB of a chip. {why}")
         lines.append(

@@ -90,7 +90,6 @@ class TrainConfig:
     num_sink_tokens: int | None = None
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     sharding: ShardingRules = dataclasses.field(default_factory=ShardingRules)
-    nope_full_layers: bool = False  # full layers without rotary embeddings, windowed ones with them
     sequence_order: SequenceOrder = "auto"  # of a row's tokens over 'mesh.context': see sequence_order.py
     lora: LoraConfig | None = None  # train adapters of `init_from`'s projections, and routers, in place of all weights
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)

@@ -9,11 +9,11 @@ import jax
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.families.pattern_files import load_pattern
-from swa_jax.checkpoint.families.windows import nope_of_full_layers
 from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.checkpoint.named import model_folder, tokenizer_folder
 from swa_jax.data.sources import ANSWERED
 from swa_jax.model.config import ModelConfig
+from swa_jax.model.layer_stacks import nope_of_full_layers
 from swa_jax.model.layer_types import FULL, SWITCH
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
@@ -45,9 +45,9 @@ def with_folders(config: TrainConfig) -> TrainConfig:
 
 
 def find_start(config: TrainConfig) -> Start:
-    """The model that `init_from` or `model` names.
+    """The model that `init_from` or `model` names, where full layers have no rotary embeddings if the pattern says so.
 
-    Raises `ConfigError`: as `open_checkpoint`, or 'nope_full_layers' would leave the model without positions.
+    Raises `ConfigError`: as `open_checkpoint` and `load_pattern`.
     """
     if config.model is not None:
         start = Start(config.model, None, config.model)
@@ -56,32 +56,25 @@ def find_start(config: TrainConfig) -> Start:
         source = open_checkpoint(model_folder(config.init_from))
         changed = config.model_changes.apply(source.config)
         start = Start(changed, source.pattern, changed)
-    return _without_rope_in_full_layers(config, start) if config.nope_full_layers else start
-
-
-def _without_rope_in_full_layers(config: TrainConfig, start: Start) -> Start:
-    types = run_pattern(config, start).layer_types
-    if start.config.position_embedding not in ("rope", "alirope"):
-        raise ConfigError(
-            f"'nope_full_layers' takes rotary embeddings away, but 'position_embedding' = "
-            f"{start.config.position_embedding} has none: leave 'nope_full_layers' out"
-        )
-    if set(types) == {FULL} or FULL not in types:
-        what = "only full layers, and would know no positions" if FULL in types else "no full layer"
-        raise ConfigError(
-            f"'nope_full_layers' is for patterns with full and other layers; '{config.attention}' has {what}"
-        )
-    layers = nope_of_full_layers(types, start.config.rope_layers)
+    pattern = run_pattern(config, start)
+    if not pattern.nope_full_layers:
+        return start
+    layers = nope_of_full_layers(pattern.layer_types, start.config.rope_layers)
     return start._replace(config=dataclasses.replace(start.config, rope_layers=layers))
 
 
 def run_pattern(
     config: TrainConfig, start: Start, name: str | None = None, stage: StageConfig | None = None
 ) -> AttentionPattern:
-    """The pattern of a recipe or file, by default the run's own, with the window of a stage if one is given."""
+    """The pattern of a recipe or file, by default the run's own, with the window of a stage if one is given.
+
+    It leaves out the `nope_full_layers` that the model itself says (`find_start`).
+    """
     window = Window(None if stage is None else stage.sliding_window).of(config.window, needed=False)
     source = config.attention if name is None else name
-    return load_pattern(source, start.config, window, default_window=start.window, seed=config.seed)
+    pattern = load_pattern(source, start.config, window, default_window=start.window, seed=config.seed)
+    said = all(start.config.rope_kinds_by_layer[layer] == "none" for layer in pattern.full_layers)
+    return dataclasses.replace(pattern, nope_full_layers=pattern.nope_full_layers and not said)
 
 
 def teacher_pattern(config: TrainConfig, start: Start) -> AttentionPattern:

@@ -207,6 +207,8 @@ def test_pattern_diff_reads_all_that_a_pattern_may_be(checkpoint, files, tmp_pat
         {"layer": 1, "only": "first", "kv_heads": [0]},
     ]
     assert "only the" not in run("pattern", "diff", "full", "layers:0,1", "--layers", 2)
+    nope = "layers:0+nope"
+    assert f"{nope}: full layers without rotary" in run("pattern", "diff", nope, "layers:0", "--layers", 2)
     assert "layer 0: only the second windows it" in run("pattern", "diff", "full", "window", "--model", checkpoint)
     assert "windowed" in run(
         "pattern", "diff", files / "config.json", '{"layer_types": ["full_attention", "full_attention"]}'

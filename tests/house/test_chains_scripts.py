@@ -89,10 +89,8 @@ def test_a_run_goes_on_and_ends_stages_early(tiny, monkeypatch):
 
 
 def test_a_hybrid_is_checked_beyond_its_window(tiny, monkeypatch):
-    changes = [f"output={tiny / 'hybrid'}", f"tokenizer={tiny / 'tokenizer'}", "pattern=interleave-1-in-2"]
-    run = train.CurriculumRun(
-        load_config(TrainConfig, tiny / "tiny.yaml", [*changes, "sliding_window=4", "nope_full_layers=true"]), gap=48
-    )
+    changes = [f"output={tiny / 'hybrid'}", f"tokenizer={tiny / 'tokenizer'}", "pattern=interleave-1-in-2+nope"]
+    run = train.CurriculumRun(load_config(TrainConfig, tiny / "tiny.yaml", [*changes, "sliding_window=4"]), gap=48)
     assert run.model.pattern.layer_types == (WINDOW, FULL)
     assert run.model.pattern.sliding_window == 4
     assert run.model.config.rope_layers == ("global", "none")

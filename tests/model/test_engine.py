@@ -16,7 +16,10 @@ from swa_jax.model.prefixes import Prefix, PrefixStore
 NEW = 10
 SLOTS, CHUNK, STEPS, BATCH = 3, WINDOW_SIZE, 4, 7  # tests of one model share its programs
 QUICK = ("every-kind", "head-hybrid", "shared-keys")
-SLOW = ("chunked", "window", "switch", "experts", "swat-every-kind", "every-kind+fa-decode", "every-kind+last-tokens")
+SLOW = (
+    *("chunked", "window", "switch", "experts", "swat-every-kind", "every-kind+fa-decode", "every-kind+last-tokens"),
+    "nope-every-kind",
+)
 
 
 def some(slow=SLOW):

@@ -26,7 +26,7 @@ from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
 from swa_jax.train.loop import TrainConfig, random_model, train
-from swa_jax.train.patterns import find_start
+from swa_jax.train.patterns import find_start, run_pattern
 from swa_jax.train.step import SPIKE_DECAY, SPIKE_WARMUP, init_state, make_step
 
 ROOT = Path(__file__).parents[2]
@@ -246,14 +246,16 @@ def test_committed_configurations_can_be_used(file):
 def without_rope(settings, **changes):
     """A run of two steps whose full layers are not rotated; the model has a windowed layer and a full one."""
     stage = settings["stages"][0] | {"steps": 2}
-    changes = {"pattern": "interleave-1-in-2", "nope_full_layers": True} | changes
-    return config_of(settings, stages=[stage], **changes)
+    return config_of(settings, stages=[stage], **{"pattern": "interleave-1-in-2+nope"} | changes)
 
 
 def test_full_layers_without_rope_are_as_if_they_were_written_out(settings):
     written = MODEL | {"rope_layers": ("global", "none")}
     start = find_start(without_rope(settings))
-    assert start.config == find_start(without_rope(settings, model=written, nope_full_layers=False)).config
+    as_written = without_rope(settings, model=written, pattern="interleave-1-in-2")
+    assert start.config == find_start(as_written).config
+    # The model says it, so its pattern need not: a server can have it.
+    assert run_pattern(without_rope(settings), start) == run_pattern(as_written, start)
     assert not start.teacher.rope_layers  # which keeps its positions
 
 
@@ -275,9 +277,9 @@ def test_full_layers_without_rope(settings, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"pattern": "full"}, "'full' has only full layers"),
-        ({"pattern": "window"}, "'window' has no full layer"),
-        ({"model": MODEL | {"position_embedding": "none"}}, "'position_embedding' = none has none"),
+        ({"pattern": "full+nope"}, "this one has only full layers"),
+        ({"pattern": "window+nope"}, "this one has no full layer"),
+        ({"model": MODEL | {"position_embedding": "none"}}, "position_embedding = none has none"),
     ],
 )
 def test_full_layers_without_rope_need_others(settings, changes, sentence):

@@ -184,4 +184,6 @@ def inexpressible(pattern: AttentionPattern) -> str | None:
         return f"num_sink_tokens = {pattern.num_sink_tokens}"
     if pattern.full_attention_decode and WINDOW in pattern.layer_types:
         return "full_attention_decode"
+    if pattern.nope_full_layers:
+        return "its full layers have no rotary embeddings (nope_full_layers)"
     return None

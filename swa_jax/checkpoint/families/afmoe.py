@@ -8,8 +8,9 @@ import dataclasses
 from swa_jax.checkpoint.families import experts
 from swa_jax.checkpoint.families.common import Family, HfConfig, HfKeys, attention_biases, read_dense, write_dense
 from swa_jax.checkpoint.families.grammar import whole
-from swa_jax.checkpoint.families.windows import nope_of_full_layers, one_full_in, window_keys_with_nope, windows_of
+from swa_jax.checkpoint.families.windows import one_full_in, window_keys_with_nope, windows_of
 from swa_jax.model.config import ModelConfig
+from swa_jax.model.layer_stacks import nope_of_full_layers
 
 DEFAULT_CONTEXT, DEFAULT_WINDOW = 16384, 1024
 read_types = one_full_in(4, "global_attn_every_n_layers")

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.families import cohere
 from swa_jax.checkpoint.families.common import Family, HfConfig
-from swa_jax.checkpoint.families.windows import nope_of_full_layers, one_full_in, window_keys_with_nope, windows_of
+from swa_jax.checkpoint.families.windows import one_full_in, window_keys_with_nope, windows_of
 from swa_jax.model.config import ModelConfig
+from swa_jax.model.layer_stacks import nope_of_full_layers
 from swa_jax.model.layer_types import WINDOW
 
 DEFAULT_WINDOW, DEFAULT_INTERVAL = 4096, 4

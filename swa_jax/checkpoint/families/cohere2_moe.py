@@ -10,8 +10,9 @@ from swa_jax.base.settings import nearest
 from swa_jax.checkpoint.families import cohere, cohere2, experts
 from swa_jax.checkpoint.families.common import Family, HfConfig, HfKeys
 from swa_jax.checkpoint.families.grammar import whole
-from swa_jax.checkpoint.families.windows import layer_types, nope_of_full_layers, window_keys_with_nope, windows_of
+from swa_jax.checkpoint.families.windows import layer_types, window_keys_with_nope, windows_of
 from swa_jax.model.config import ModelConfig, RopeKind
+from swa_jax.model.layer_stacks import nope_of_full_layers
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 

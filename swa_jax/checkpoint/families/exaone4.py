@@ -5,14 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from swa_jax.checkpoint.families.common import Family, HfConfig, HfKeys, read_dense, write_dense
-from swa_jax.checkpoint.families.windows import (
-    Windows,
-    nope_of_full_layers,
-    one_full_in,
-    window_keys_with_nope,
-    within_context,
-)
+from swa_jax.checkpoint.families.windows import Windows, one_full_in, window_keys_with_nope, within_context
 from swa_jax.model.config import ModelConfig, RopeKind
+from swa_jax.model.layer_stacks import nope_of_full_layers
 from swa_jax.model.layer_types import FULL
 from swa_jax.model.pattern import AttentionPattern
 

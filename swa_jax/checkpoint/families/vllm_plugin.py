@@ -26,7 +26,7 @@ def architecture_of(model_type: str) -> str:
 def with_pattern(hf: HfConfig, pattern: AttentionPattern) -> HfKeys:
     """`hf`, which says full attention in every layer, as the plug-in reads it."""
     said = dataclasses.asdict(pattern) | {"version": VERSION}
-    del said["provenance"], said["num_last_tokens"]  # which it has none of
+    del said["provenance"], said["num_last_tokens"], said["nope_full_layers"]  # which it has none of
     model_type = hf["model_type"]
     return {
         **hf,

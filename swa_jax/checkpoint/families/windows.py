@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.families.grammar import HfConfig, HfKeys, whole
-from swa_jax.model.config import ModelConfig, RopeKind
+from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
@@ -131,10 +131,3 @@ def window_keys_with_nope(config: ModelConfig, pattern: AttentionPattern) -> HfK
     reaches over the whole context."""
     types = [FULL if kind == "none" else WINDOW for kind in config.rope_kinds_by_layer]
     return window_always(config, pattern) | {"layer_types": types}
-
-
-def nope_of_full_layers(types: Sequence[str], ropes: Sequence[RopeKind] = ()) -> tuple[RopeKind, ...]:
-    """`ModelConfig.rope_layers` of a model that rotates no full layer, the others as `ropes` says (all "global")."""
-    every: tuple[RopeKind, ...] = ("global",)
-    others = ropes or every * len(types)
-    return tuple("none" if kind == FULL else rope for kind, rope in zip(types, others, strict=True))

@@ -13,7 +13,7 @@ def _lacks(pattern: AttentionPattern) -> str | None:
     if pattern.num_last_tokens:
         return f"num_last_tokens = {pattern.num_last_tokens}"
     types = tuple(WINDOW if kind == HYBRID else kind for kind in pattern.layer_types)
-    return inexpressible(AttentionPattern(types, pattern.sliding_window))
+    return inexpressible(AttentionPattern(types, pattern.sliding_window, nope_full_layers=pattern.nope_full_layers))
 
 
 _HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
