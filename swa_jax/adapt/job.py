@@ -28,6 +28,7 @@ from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.lora import LoraConfig
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.select.task import refuse_nope
 from swa_jax.train.config import StageConfig, TrainConfig
 from swa_jax.train.objectives import Distill
 from swa_jax.train.optimizer import OptimizerConfig
@@ -187,6 +188,7 @@ def prepare(settings: AdaptOptions) -> Adaptation:
     _check_windows(settings.window, settings.length or LONGEST)
     source = find_source(settings.model)
     source.config.refuse_linear("adapt")
+    refuse_nope(source.pattern)
     tokenizer = load_tokenizer(source.folder).within(source.config.vocab_size)
     length = settings.length or min(LONGEST, source.config.max_position_embeddings)
     served = settings.serve_length or length

@@ -224,6 +224,12 @@ def _silent_stderr() -> Iterator[None]:
 
 def planned_start(config: TrainConfig) -> Start:
     """`find_start`, which takes `plan_model` where the model that the run starts from is not there."""
+    start = _start(config)
+    start.config.refuse_linear("a plan")
+    return start
+
+
+def _start(config: TrainConfig) -> Start:
     try:
         return find_start(config)
     except (CheckpointError, FileNotFoundError) as error:
@@ -240,7 +246,6 @@ def planned_start(config: TrainConfig) -> Start:
 def trace_training(config: TrainConfig, stage: StageConfig, start: Start, devices: Sequence[Any]) -> TracedStep:
     """The step of a run on devices that need not be here; a batch has the stage's sizes."""
     model_config = start.config
-    model_config.refuse_linear("a plan")
     mesh = make_mesh(config.mesh, devices)
     partition = Partition(mesh, config.sharding)
     check_batch(
@@ -300,7 +305,6 @@ def trace_generation(
     """A step of generation on as many of the devices as the model is split into; the arguments are those of `plan`."""
     rows = batch_size
     length, model_config = length or stage.sequence_length, start.config
-    model_config.refuse_linear("a plan")
     pattern = stage_patterns(config, start, stage)[0]
     fsdp, tensor = max(config.mesh.sizes["fsdp"], 1), config.mesh.sizes["tensor"]
     split, count = MeshConfig(1, fsdp, 1, tensor), fsdp * tensor

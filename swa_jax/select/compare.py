@@ -30,7 +30,7 @@ from swa_jax.model.window import OWN, Window
 from swa_jax.select.content import content_key, examples_sum
 from swa_jax.select.methods import choose, find_method
 from swa_jax.select.separation import By, doubt
-from swa_jax.select.task import Task
+from swa_jax.select.task import Task, refuse_nope
 
 Row = Mapping[str, Any]
 
@@ -72,6 +72,8 @@ class PatternComparison:
     progress: Callable[..., None] = lambda *_: None
 
     def __post_init__(self) -> None:
+        if self.methods:
+            refuse_nope(self.model.pattern)
         self.window = self.window.of(self.model.pattern.window, needed=bool(self.methods))
         self._scored_on = content_key(self.model, self.held_out, weights=self.weights)
         named = {"eval_window": self.eval_window, "iterations": self.iterations, "by": self.by}

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from swa_jax.evaluate.examples import Example
     from swa_jax.evaluate.nll import AnswerScores
     from swa_jax.model.decoder import Decoder
+    from swa_jax.model.pattern import AttentionPattern
     from swa_jax.model.sharding import Partition
     from swa_jax.model.window import Window
 
@@ -56,6 +57,7 @@ class Task:
     _ends: dict[Window, tuple[AnswerScores, AnswerScores]] = dataclasses.field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
+        refuse_nope(self.model.pattern)
         self.window = self.window.of(self.model.pattern.window)
         if self.heads_in > 1 and (heads := self.model.config.common_kv_heads) % self.heads_in:
             raise ConfigError(f"--heads-in {self.heads_in} does not divide the {heads} KV heads of a layer")
@@ -118,6 +120,15 @@ class Ranking(NamedTuple):
             mask[unit] = True
         picked = {"picked": self.order[:count]} if "picked" in self.provenance else {}
         return mask, self.provenance | picked
+
+
+def refuse_nope(pattern: AttentionPattern) -> None:
+    """Raise `ConfigError` for a model whose own pattern says which layers are not rotated: no other can be scored."""
+    if pattern.nope_full_layers:
+        raise ConfigError(
+            "this model's own pattern has nope_full_layers: it was trained without rotary embeddings in those full "
+            "layers, so no other choice of layers or heads fits it. Choose with the model that it was trained from"
+        )
 
 
 def num_full(ratio: float, total: int) -> int:

@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file
+from tiny_models import PLAIN
 
 import swa_jax
 from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.model.cache import allocate, cache_bytes, cache_layouts
+from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.engine import Engine
-from swa_jax.model.gated_delta import CHUNK, Updates, chunked, recurrent
+from swa_jax.model.gated_delta import CHUNK, GatedDelta, Updates, chunked, recurrent
+from swa_jax.model.layer_stacks import layer_stacks
 from swa_jax.model.layer_types import FULL, HYBRID, LINEAR, SWITCH, WINDOW
 from swa_jax.model.lora import LoraConfig, with_lora
 from swa_jax.model.pattern import AttentionPattern
@@ -77,6 +80,53 @@ def test_gradients_of_chunks_are_those_of_tokens():
 
     for one, other in zip(*(jax.tree.leaves(gradients(rule)) for rule in (recurrent, chunked)), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
+
+
+def layer_by_hand(config: ModelConfig, weights: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
+    """One linear layer over rows of one document each, in f64."""
+    heads, width, value = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
+    keys, (rows, length, _) = config.linear_num_key_heads * width, x.shape
+
+    def sigmoid(x):
+        return 1 / (1 + np.exp(-x))
+
+    def unit(x):
+        x = x.reshape(rows, length, -1, width)
+        return (x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-6)).repeat(heads // x.shape[2], axis=2)
+
+    inputs = np.pad(x @ weights["in_proj_qkv"], ((0, 0), (config.linear_conv_kernel_dim - 1, 0), (0, 0)))
+    mixed = sum(inputs[:, i : i + length] * weights["conv"][:, 0, i] for i in range(config.linear_conv_kernel_dim))
+    mixed = mixed * sigmoid(mixed)
+    q, k = unit(mixed[..., :keys]) / np.sqrt(width), unit(mixed[..., keys : 2 * keys])
+    v = mixed[..., 2 * keys :].reshape(rows, length, heads, value)
+    g = -np.exp(weights["A_log"]) * np.log1p(np.exp(x @ weights["in_proj_a"] + weights["dt_bias"]))
+    b = sigmoid(x @ weights["in_proj_b"])
+    given = [array.swapaxes(1, 2) for array in (q, k, v, g, b)]
+    said, _ = by_hand(Updates(*given, np.zeros((rows, length), int)), np.zeros((rows, heads, width, value)))
+    said = said.swapaxes(1, 2)
+    said = said / np.sqrt((said**2).mean(-1, keepdims=True) + config.rms_norm_eps) * weights["norm_scale"]
+    z = (x @ weights["in_proj_z"]).reshape(said.shape)
+    return (said * z * sigmoid(z)).reshape(rows, length, -1) @ weights["out_proj"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_layer_at_the_eps_of_released_models_is_the_papers(seed):
+    """Which goldens cannot show: with 1e-6 under the root, f32 rounds what heads say by more than their tolerance."""
+    config = dataclasses.replace(
+        PLAIN, num_hidden_layers=2, linear_layers=(0,), rms_norm_eps=1e-6, linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=12,
+    )  # fmt: skip
+    layer, rng = GatedDelta(layer_stacks(config)[0].config, jnp.float32, nnx.Rngs(0)), np.random.default_rng(seed)
+    weights, drawn = {}, nnx.state(layer)
+    for path, value in nnx.to_flat_state(drawn):
+        size = np.sqrt(len(value)) if path[-1] == "kernel" else 1
+        weights[path[0]] = rng.normal(size=value.shape).astype(np.float32) / np.float32(size)
+        value[...] = jnp.asarray(weights[path[0]])
+    nnx.update(layer, drawn)
+    x = rng.normal(size=(2, CHUNK + 20, config.hidden_size)).astype(np.float32)
+    found, _ = nnx.jit(GatedDelta.__call__)(layer, x)
+    expected = layer_by_hand(config, {name: w.astype(np.float64) for name, w in weights.items()}, x.astype(np.float64))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
 
 
 @functools.cache
@@ -242,6 +292,16 @@ def test_a_step_of_training_changes_every_parameter_and_adapters_are_of_attentio
         ("attending", "attention", "q_proj"), ("attending", "attention", "o_proj"), ("attending", "mlp", "up_proj"),
         ("linear", "mlp", "up_proj"),
     }  # fmt: skip
+
+
+def test_attention_layers_without_rotary_embeddings(load):
+    """Linear layers tell tokens apart, so that every attention layer may go without: as in a model written so."""
+    model, tokens = load("qwen3-5-eight"), golden("qwen3-5-eight")["tokens"]
+    found = logits(model.with_pattern(dataclasses.replace(model.pattern, nope_full_layers=True)), tokens)
+    written = Decoder(dataclasses.replace(model.config, rope_layers=("none",) * 8), model.pattern, rngs=nnx.Rngs(0))
+    nnx.update(written, nnx.state(model))
+    np.testing.assert_allclose(found, logits(written, tokens), rtol=0, atol=TOLERANCE)
+    assert np.abs(found - logits(model, tokens)).max() > 1e-2
 
 
 def test_a_mesh_that_splits_sequences_is_refused(load):

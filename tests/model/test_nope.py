@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from command_line import fails
 from flax import nnx
-from tiny_models import PLAIN, SHARED_KEYS, SOFTMAX, TWO_SHAPES, base_model, logits_of, make, model_of
+from tiny_models import PLAIN, SHARED_KEYS, SOFTMAX, TWO_SHAPES, base_model, byte_checkpoint, logits_of, make, model_of
 
 from pallas_kernels.math.reference import attention
 from pallas_kernels.math.spec import AttentionSpec, Coordinates, PerHead
@@ -148,3 +149,16 @@ def test_exports_say_that_they_cannot():
     for server in ("transformers", *SERVERS):
         with pytest.raises(ConfigError, match="its full layers have no rotary embeddings"):
             served_config(server, hf, pattern)
+
+
+def test_nothing_is_chosen_for_a_model_that_was_trained_so(byte_tokenizer, tmp_path):
+    model = byte_checkpoint(tmp_path, byte_tokenizer, make("wF", nope_full_layers=True), num_hidden_layers=2)
+    wanted = ("--window", 16, "--out", tmp_path / "out.json")
+    asked = [
+        ("select", "interleave", model, "--budget", 1, *wanted),
+        ("compare", model, "--method", "interleave", "--ratio", 0.5, *wanted),
+        ("adapt", model, tmp_path / "adapted", "--kv-budget", 0.5),
+    ]
+    for words in asked:
+        assert fails(*words).startswith("this model's own pattern has nope_full_layers")
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint"}
