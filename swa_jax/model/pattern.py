@@ -18,7 +18,7 @@ from swa_jax.base.files import parse_json, write_text
 from swa_jax.base.settings import from_dict, nearest
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import CHUNKED, FULL, HYBRID, LAYER_TYPES, LINEAR, SWITCH, WINDOW
-from swa_jax.model.recipes import read_recipe
+from swa_jax.model.recipes import PUBLISHED, read_recipe
 from swa_jax.model.window import Window
 
 if TYPE_CHECKING:
@@ -349,9 +349,9 @@ class AttentionPattern:
 
 
 def read_object(source: str | Path) -> tuple[str, dict[str, Any]]:
-    """The JSON object of a file, or of a text, and what to call it in messages."""
+    """The JSON object of a file, or of a text or one of `PUBLISHED`, and what to call it in messages."""
     is_text = isinstance(source, str) and source.lstrip().startswith("{")
-    name = "the pattern" if is_text else str(source)
+    name, source = "the pattern" if is_text else str(source), PUBLISHED.get(str(source), source)
     try:
         data = str(source).encode() if is_text else Path(source).read_bytes()
     except FileNotFoundError:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -39,6 +40,8 @@ SWAA_ROWS = {
     "swaa-trained-efficiency-interleave": "interleave-1-in-2",
     "swaa-trained-quality": "interleave-1-in-2+fa-decode",
 }
+# Chosen for models that people use, by name: `docs/findings.md` says how.
+PUBLISHED = {file.stem: file for file in sorted((Path(__file__).parents[1] / "patterns").glob("*.json"))}
 BASES = ("full", "window", "streaming", "switch", "interleave", "static-hybrid", "begin-middle-end", "random", "layers")
 
 
@@ -102,7 +105,7 @@ def _full_layers(recipe: str, name: str, layers: Sequence[int], seed: int) -> tu
     base = re.split(r"-1-in-|-1:|:", name)[0]
     if base in BASES:
         raise ConfigError(f"recipe '{recipe}' is incomplete: write it as in '{_example(base)}'")
-    known = [*map(_example, BASES), *SWAA_ROWS]
+    known = [*map(_example, BASES), *SWAA_ROWS, *PUBLISHED]
     raise ConfigError(f"'{recipe}' is neither a recipe nor a .json file{nearest(name, known)}")
 
 

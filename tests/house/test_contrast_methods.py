@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from scripts.compare import contrasts
@@ -11,6 +12,10 @@ from swa_jax.base.errors import ConfigError
 
 def exact(right, n=50):
     return [1] * right + [0] * (n - right)
+
+
+def tables(*folders, measure=contrasts.FOUND, of="seed"):
+    return contrasts.tables(*contrasts.read_models(folders, measure), contrasts.costs(folders), measure, of)
 
 
 @pytest.fixture
@@ -29,7 +34,7 @@ def folder(tmp_path):
 
 
 def test_differences_and_verdicts(folder):
-    text = contrasts.tables(*contrasts.read_models([folder]))
+    text = tables(folder)
     rows = {
         tuple(cells[1].split(" above ")): cells[2:]
         for line in text.splitlines()
@@ -48,23 +53,42 @@ def test_differences_and_verdicts(folder):
     assert ("bosch", "razor") not in rows
 
 
+def test_losses_and_costs(tmp_path):
+    """Losses 0.3 and 0.5 apart, the same in every prompt but for noise that both share; two seeds of two costs."""
+    noise, rows = np.random.default_rng(0).random(40), []
+    for name, loss, flops in (("kl", 0.3, 4e12), ("razor", 0.8, 1e12), ("nll-heads", 0.3, 2e12)):
+        for seed in (0, 1):
+            cost = {"flops": flops * (1 + seed), "seconds": 10 * (1 + seed)}
+            losses = (noise + loss + 0.1 * seed).tolist()
+            pattern = {"provenance": cost}
+            rows.append(
+                {"name": name, "ratio": 0.5, "seed": seed, "losses": losses, "comparison": "c", "pattern": pattern}
+            )
+    full = {"name": "full", "losses": noise.tolist(), "scored_on": {"examples": "e"}}
+    (tmp_path / "results.json").write_text(json.dumps({"rows": [full, *rows]}))
+    text = tables(tmp_path, measure=contrasts.LOSS)
+    assert f"`full`: {noise.mean():.2f}." in text
+    assert f": {noise.mean() + 0.3:.2f}, {noise.mean() + 0.4:.2f} | 6 TFLOP, 15 s |" in text
+    assert "| kl above razor | 50 % | +0.50 [0.50, 0.50] | +0.50, +0.50 |" in text
+    assert "| 0.00 | reproduced |" in text
+    assert "a tie |" in next(line for line in text.splitlines() if "nll-heads above kl" in line)
+
+
 def test_of_several_models_each_has_one_seed(folder, tmp_path_factory):
     content = json.loads((folder / "results.json").read_text())
     one, other = (tmp_path_factory.mktemp(name) for name in ("one", "other"))
     for seed, path in enumerate((one, other)):
         rows = [row for row in content["rows"] if row.get("seed", seed) == seed]
         (path / "results.json").write_text(json.dumps({"rows": rows}))
-    assert contrasts.tables(*contrasts.read_models([one, other]), "model") == contrasts.tables(
-        *contrasts.read_models([folder]), "model"
-    ).replace("`full`: 100", "`full`: 100, 100")
+    assert tables(one, other, of="model") == tables(folder, of="model").replace("`full`: 100", "`full`: 100, 100")
     with pytest.raises(ConfigError, match="has 2 seeds"):
-        contrasts.read_models([one, folder])
+        tables(one, folder)
     (other / "results.json").write_text(json.dumps({"rows": [rows[0] | {"scored_on": {"examples": "f"}}, *rows[1:]]}))
     with pytest.raises(ConfigError, match="different prompts"):
-        contrasts.read_models([one, other])
+        tables(one, other)
     (other / "results.json").write_text(json.dumps({"rows": [*rows, rows[1] | {"comparison": "d"}]}))
     with pytest.raises(ConfigError, match="one comparison"):
-        contrasts.read_scores(other / "results.json")
+        tables(other)
 
 
 def test_a_choice_is_not_inferior_if_its_whole_interval_is_above_the_margin(tmp_path):

@@ -9,6 +9,7 @@ from swa_jax.checkpoint.families import hf_pattern
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL
 from swa_jax.model.pattern import SWAA_KEYS, AttentionPattern, read_object
+from swa_jax.model.recipes import PUBLISHED
 from swa_jax.model.window import OWN, Window
 
 
@@ -53,7 +54,7 @@ def read_pattern(
     default_window: int | None = None,
     seed: int = 0,
 ) -> AttentionPattern:
-    """The path of a JSON file, its text, or the name of a recipe; what is given of `window` wins over what it says.
+    """The path of a JSON file, its text, one of `PUBLISHED`, or the name of a recipe; what is given of `window` wins over what it says.
 
     A JSON file holds a pattern as `swa-jax select` writes it, a SWAA configuration
     (`AttentionPattern.from_swaa_config`) or a model's own `config.json` (`hf_pattern`).
@@ -92,9 +93,9 @@ def no_window(pattern: AttentionPattern, model: ModelConfig) -> str | None:
 
 
 def is_pattern_file(source: str | Path) -> bool:
-    """Whether a pattern is named by a JSON file, or by its text, and not by a recipe."""
+    """Whether a pattern is named by a JSON file, by its text, or as one of `PUBLISHED`, and not by a recipe."""
     text = str(source)
-    return text.endswith(".json") or text.lstrip().startswith("{")
+    return text in PUBLISHED or text.endswith(".json") or text.lstrip().startswith("{")
 
 
 def layers_of_file(source: str | Path) -> int | None:
