@@ -1,5 +1,6 @@
 """Every verb that takes a pattern reads the same sources, and only options that the user gave change them."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -9,8 +10,10 @@ from tiny_models import byte_checkpoint, make
 
 import swa_jax.cli.generate
 import swa_jax.train.loop
+from swa_jax.checkpoint.families.pattern_files import read_pattern
 from swa_jax.checkpoint.folder import load_model, save_model
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.recipes import PUBLISHED
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TINY = Path(__file__).parents[2] / "configs" / "swat-tiny.yaml"
@@ -63,6 +66,22 @@ def test_pattern_and_generate(checkpoint, files, monkeypatch, source, options, w
     run("generate", checkpoint, "hello", "--pattern", named(source, files), *options)
     assert (used[0].sliding_window, used[0].num_sink_tokens) == (window, sinks)
     assert used[0].full_attention_decode == (source == "swaa.json")
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_published_patterns_have_names(name, checkpoint):
+    """A name stands for the file, of which the options of its command say the same; it fits one model alone."""
+    pattern = AttentionPattern.from_json(PUBLISHED[name])
+    assert read_pattern(name, pattern.num_layers) == read_pattern(PUBLISHED[name], pattern.num_layers) == pattern
+    assert run("pattern", name) == run("pattern", PUBLISHED[name])
+    method, options = pattern.provenance["method"], pattern.provenance["command"].split()
+    assert options[:3] == ["swa-jax", "select", method]
+    said = dict(itertools.pairwise(options))
+    assert said["--window"] == str(pattern.sliding_window)
+    assert said["--sink-tokens"] == str(pattern.num_sink_tokens)
+    assert f"the pattern has {pattern.num_layers} layers, the model 2" in fails(
+        "generate", checkpoint, "hello", "--pattern", name
+    )
 
 
 def test_evaluate(checkpoint, files, tmp_path):

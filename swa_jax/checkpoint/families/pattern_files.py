@@ -54,7 +54,7 @@ def read_pattern(
     default_window: int | None = None,
     seed: int = 0,
 ) -> AttentionPattern:
-    """The path of a JSON file, its text, one of `PUBLISHED`, or the name of a recipe; what is given of `window` wins over what it says.
+    """The path of a JSON file, its text, one of `PUBLISHED`, or a recipe's name; what is given of `window` wins.
 
     A JSON file holds a pattern as `swa-jax select` writes it, a SWAA configuration
     (`AttentionPattern.from_swaa_config`) or a model's own `config.json` (`hf_pattern`).
