@@ -101,9 +101,9 @@ def _nll_greedy(
 ) -> Ranking:
     from swa_jax.select.nll import TRIED, provenance_of, tried_by_depth
 
-    scorer = _scorer(task, score_fa_decode, toggles_at_once)
-    named = tried_by_depth(len(scorer.choosable), TRIED) if tried is None else tried or None
-    most = max(1, *(num_full(ratio, len(scorer.choosable)) for ratio in ratios))
+    scorer, choosable = _scorer(task, score_fa_decode, toggles_at_once), len(task.model.config.attention_layers)
+    named = tried_by_depth(choosable, TRIED) if tried is None else tried or None
+    most = max(1, *(num_full(ratio, choosable) for ratio in ratios))
     found = provenance_of(scorer.greedy(most, tried=named, rounds=rounds, progress=task.progress))
     found["scored_with_full_attention_decode"] = scorer.window.full_decode
     return Ranking(found["picked"], (scorer.layers, 1), found, task.model.config.linear_layers)
