@@ -95,7 +95,7 @@ def choose(request: Request) -> tuple[str, str | None]:
 def xla_blocks(request: Request) -> tuple[int, int]:
     """Tokens of XLA's blocks of queries and keys."""
     if request.op == "decode_attention":
-        return xla.decode_blocks(request.q_length, request.kv_length)
+        return request.q_length, request.kv_length
     heads = request.heads // (request.kv_heads if "full_heads" in request.given else 1)
     return xla.attention_blocks(request.batch * heads, request.spec.window, request.q_length, request.kv_length)
 

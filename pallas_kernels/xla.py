@@ -19,7 +19,8 @@ dk and dv are accumulated in place in the scan's carry.
 
 Everything else is algebra around that core. Sink logits join afterwards through lse. Routed attention computes the
 window's keys and the keys outside it as two disjoint parts and merges them through lse. Full heads get a schedule
-each, by mapping over the KV heads, so that windowed heads do not pay for full ones.
+each, by mapping over the KV heads, so that windowed heads do not pay for full ones. Decoding has few queries, and all
+their logits together: a cache is read once.
 """
 
 import dataclasses
@@ -78,9 +79,40 @@ def routed_attention(
 def decode_attention(
     q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, spec: AttentionSpec, where: Coordinates, per_head: PerHead
 ) -> jax.Array:
-    """Attention of a few queries over a cache, in KV blocks that divide it so that it is not copied for padding."""
-    static = _XlaStatic(spec, *decode_blocks(q.shape[1], k_cache.shape[1]))
-    out, lse = _by_kv_head(q, k_cache, v_cache, per_head, where, static)
+    """Attention of a few queries over a cache, each number of which is read once: all logits are there together.
+
+    A number that is not finite comes through a weight of zero: where one is in the result, it is made again with marks.
+    """
+    q, k, v, where, per_head = parts.vary_alike((q, k_cache, v_cache, where, per_head))
+    k, v = lax.optimization_barrier((k, v))  # or each branch would take them out of a pool by itself
+    out = _at_once(q, k, v, spec, where, per_head)
+    return lax.cond(jnp.isfinite(out).all(), lambda: out, lambda: _at_once(q, k, v, spec, where, per_head, marked=True))
+
+
+def _at_once(q, k, v, spec: AttentionSpec, where: Coordinates, per_head: PerHead, *, marked: bool = False) -> jax.Array:
+    """out [B, T, H, D]; not `marked`, it is right where it is finite."""
+    operands = _XlaOperands(q, k, v, PerHead(per_head.alibi_slopes, per_head.sigmoid_bias), where)
+    tile, wide = (_BlockPair(_XlaStatic(one, q.shape[1], k.shape[1]), operands) for one in (spec, spec.full))
+    (rows,), none = _cut_rows(q, q.shape[1], k.shape[2]), jnp.zeros((1,), jnp.int32)  # rows [B, K, G, T, D]
+    marks = [nan_marks(rows), nan_marks(k, v)] if marked else [jnp.zeros((1,) * n, q.dtype) for n in (4, 3)]
+    rows, k, v = (finite(x) if marked else x for x in (rows, k, v))
+    row = _QueryBlock(rows, marks[0], where.q_pos, where.q_segment_ids, where.full_rows, none, none[0])
+    keys = _Keys(k, v, marks[1], where.kv_pos, where.kv_segment_ids)
+    logits, _ = tile.logits(row, keys)
+    mask = tile.mask(row, keys)
+    if per_head.full_heads is not None:
+        mask = jnp.where(per_head.full_heads[:, None, None, None], wide.mask(row, keys), mask)
+    if spec.activation == "sigmoid":
+        out = tile.dot("bkgqs,bskd->bkgqd", jnp.where(mask, jax.nn.sigmoid(logits), 0), v)
+        return _join_rows(out[None], q.shape)
+    logits = jnp.where(mask, logits, -jnp.inf)
+    top = logits.max(axis=-1)
+    weights = jnp.exp(logits - jnp.where(top == -jnp.inf, 0, top)[..., None])
+    total = weights.sum(axis=-1)
+    sees_any = total != 0  # NaN is not to be hidden
+    total = jnp.where(sees_any, total, 1)
+    out = _join_rows(tile.dot("bkgqs,bskd->bkgqd", weights, v)[None] / total[..., None], q.shape)
+    lse = _join_rows(jnp.where(sees_any, top + jnp.log(total), -jnp.inf)[None], q.shape[:3])
     return parts.join_sinks(out, lse, per_head.sink_logits)[0]
 
 
@@ -126,11 +158,6 @@ def attention_blocks(rows: int, window: int | None, q_length: int, kv_length: in
         largest = min(largest, max(64, window // 4))
     block = 2 ** max(5, min(9, largest.bit_length() - 1))
     return min(block, q_length), min(block, kv_length)
-
-
-def decode_blocks(q_length: int, kv_length: int) -> tuple[int, int]:
-    kv_block = math.gcd(kv_length, 512)
-    return q_length, kv_length if kv_length <= 1024 or kv_block < 64 else kv_block
 
 
 def _by_kv_head(q, k, v, per_head: PerHead, where: Coordinates, static: _XlaStatic):
@@ -318,9 +345,15 @@ class _BlockPair:
     def dot(self, equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.einsum(equation, a.astype(self.dtype), b.astype(self.dtype), precision=self.precision)
 
+    def products(self, rows: jax.Array, keys: jax.Array) -> jax.Array:
+        """rows [B, K, G, bq, D] times keys [B, K, bk, D]: [B, K, G, bq, bk], as one product a KV head. With the queries
+        on two axes XLA would turn the keys round, in memory."""
+        joined = rows.reshape(*rows.shape[:2], -1, rows.shape[-1])
+        return self.dot("bknd,bksd->bkns", joined, keys).reshape(*rows.shape[:-1], -1)
+
     def logits(self, row: _QueryBlock, kv: _Keys) -> tuple[jax.Array, jax.Array | float]:
         """Logits [B, K, G, bq, bk], and their derivative with respect to q.k."""
-        logits = self.scale * self.dot("bkgqd,bskd->bkgqs", row.q, kv.k)
+        logits = self.scale * self.products(row.q, kv.k.swapaxes(1, 2))
         slope: jax.Array | float = self.scale
         if self.spec.logit_softcap is not None:
             tanh = jnp.tanh(logits / self.spec.logit_softcap)

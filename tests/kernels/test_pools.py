@@ -1,5 +1,7 @@
 """Decoding over the two pools of a model's cache."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,3 +97,21 @@ def test_each_head_reads_the_pool_that_it_is_in(seed, tokens, options, implement
         return jnp.where(np.repeat(~IN_WHOLE, HEADS // KV_HEADS)[:, None], narrow, out)
 
     assert_close(attend(q, whole, rings, given), reference(q, given), "float32")
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of XLA's programs for CPUs")
+def test_a_head_on_a_cpu_takes_its_keys_out_of_the_pool_once():
+    """What decoding takes is the time to read the cache: nothing as large is made of it but the head's own row."""
+    length, size = 1040, 64
+    pools = [jax.ShapeDtypeStruct((6, 1, length, size), jnp.float32)] * 2
+    q, slots = jax.ShapeDtypeStruct((1, 1, 6, size), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)
+
+    def decode(q, k, v, slots):
+        return attend_over_pools(q, Pools(k, v, slots), AttentionSpec(), PerHead(), lengths=jnp.array([1000]))
+
+    program = jax.jit(decode).lower(q, *pools, slots).compile({"xla_backend_optimization_level": 3}).as_text()
+    computations = [text.splitlines() for text in program.split("\n\n")]
+    (body,) = ([line for line in lines if "= " in line] for lines in computations if "conditional(" in "".join(lines))
+    assert any(" dot(" in line for lines in computations for line in lines)
+    made = [line for line in body if re.search(rf"= f32\[[1,]*({length},[1,]*{size}|{size},[1,]*{length})\]", line)]
+    assert sum(not re.search("bitcast\\(|get-tuple-element\\(|parameter\\(", line) for line in made) == 2, made
