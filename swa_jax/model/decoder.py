@@ -190,7 +190,9 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [..., d] -> logits [..., V] f32."""
-        logits = jnp.einsum("...d,dv->...v", hidden, self.head(), preferred_element_type=jnp.float32)
+        tied = self.config.tie_word_embeddings  # the table as it lies: a row times its transpose is a slow loop on CPUs
+        matrix, axes = (self.embedding[...], "vd") if tied else (self.lm_head.kernel[...], "dv")
+        logits = jnp.einsum(f"...d,{axes}->...v", hidden, matrix, preferred_element_type=jnp.float32)
         return scaled_logits(logits, self.config.logit_multiplier, self.config.logit_softcap)
 
     def token_loss(

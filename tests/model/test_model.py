@@ -202,6 +202,20 @@ def test_decoding_keeps_the_cache_in_place():
     assert memory.temp_size_in_bytes < 0.3 * size
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of XLA's programs for CPUs")
+def test_a_decoded_row_is_multiplied_by_the_tied_table_as_it_lies():
+    """A table that is turned round becomes part of a plain loop over its entries, much slower than a product."""
+    model = model_of("every-kind")
+    assert model.config.tie_word_embeddings
+    graph, weights = nnx.split(model)
+    step = jax.jit(lambda weights, row: nnx.merge(graph, weights).logits(row))
+    row = jnp.ones((1, model.config.hidden_size))
+    program = step.lower(weights, row).compile({"xla_backend_optimization_level": 3}).as_text()
+    assert " dot(" in program
+    assert " transpose(" not in program
+    assert "dot_fusion" not in program
+
+
 # ---- packing, padding, positions ----
 
 
