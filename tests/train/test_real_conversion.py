@@ -66,11 +66,10 @@ def test_a_hybrid_starts_as_the_original_but_for_windows_and_positions(logits):
     assert np.abs(nope - logits())[1:].max() > 1
 
 
-@pytest.mark.parametrize("overrides", [(), HYBRID, NOPE], ids=["swiattn", "hybrid", "hybrid+nope"])
+@pytest.mark.parametrize("overrides", [(), NOPE], ids=["swiattn", "hybrid+nope"])
 def test_a_few_steps_lower_the_loss_of_held_out_text(folder, overrides, tmp_path):
-    """Without decay and with one batch of validation: what the file's steps do, sooner."""
-    few = ("stages.0.steps=4", "stages.0.sequence_length=96", "stages.0.batch_size=1", "sliding_window=32")
-    often = ("validate_every=4", "validation_batches=4", "optimizer.warmup_steps=1", "optimizer.schedule=constant")
+    few = ("stages.0.steps=3", "stages.0.sequence_length=64", "stages.0.batch_size=1", "sliding_window=16")
+    often = ("validate_every=3", "validation_batches=2", "optimizer.warmup_steps=1", "optimizer.schedule=constant")
     train(load(folder, *few, *often, *overrides, f"output={tmp_path / 'run'}"), quiet=True)
     before, after = (line["validation_loss"] for line in read_metrics(tmp_path / "run") if "validation_loss" in line)
     assert after < before
