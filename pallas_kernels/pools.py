@@ -7,9 +7,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import AttentionSpec, decode_attention
+from pallas_kernels import AttentionSpec, xla
 from pallas_kernels.blocks import on_tpu
 from pallas_kernels.dispatch import Implementation, choose, current_device
+from pallas_kernels.math import reference
 from pallas_kernels.math.parts import scale_queries
 from pallas_kernels.math.spec import NEVER, Coordinates, PerHead, Pools, coordinates
 from pallas_kernels.request import Request
@@ -60,39 +61,40 @@ def attend_over_pools(
         ]
         return functools.reduce(jnp.add, outs)
 
-    slots = [one.slots for one, _ in reads]
-    caches = [(one.k, one.v, one.positions, its_spec) for one, its_spec in reads]
-    asked = {"lengths": lengths, "implementation": implementation}
-    return _head_by_head(q, caches, slots, per_head, full_from, asked)
+    if chosen == "reference":
+        return _head_by_head(q, reads, per_head, lengths, full_from, reference.decode_attention).astype(q.dtype)
+    q, per_head = scale_queries(q, per_head)
+
+    def attend(marked: bool) -> jax.Array:
+        one = functools.partial(xla.at_once, marked=marked)
+        return _head_by_head(q, reads, per_head, lengths, full_from, one)
+
+    return xla.again_with_marks(attend).astype(q.dtype)
 
 
-def _head_by_head(q, caches, slots, per_head: PerHead, full_from, asked) -> jax.Array:
+def _head_by_head(q, reads, per_head: PerHead, lengths, full_from, attend) -> jax.Array:
     """One KV head after another: its row of a pool is a cache as it stands, where several would have to be transposed.
 
-    Args:
-      caches: of each pool keys, values, positions and spec.
-      slots: of each pool, the rows of the heads.
+    `attend`: what a backend's `decode_attention` is, of one head.
     """
 
     def head(slots: list[jax.Array], q: jax.Array, options: PerHead) -> jax.Array:
         first_full = full_from
         if options.full_heads is not None:
             first_full = jnp.where(options.full_heads, 0, NEVER if full_from is None else full_from)
-            first_full = jnp.broadcast_to(first_full, asked["lengths"].shape)
+            first_full = jnp.broadcast_to(first_full, lengths.shape)
         options = options._replace(full_heads=None)
 
-        def over(cache, slot: jax.Array) -> jax.Array:
-            *pools, positions, spec = cache
-            k, v = (jax.lax.dynamic_index_in_dim(pool, slot, keepdims=False) for pool in pools)
-            k, v = k[:, :, None], v[:, :, None]
-            return decode_attention(
-                q, k, v, spec, kv_positions=positions, per_head=options, full_from=first_full, **asked
-            )
+        def over(read: tuple[Pools, AttentionSpec], slot: jax.Array) -> jax.Array:
+            pools, spec = read
+            k, v = (jax.lax.dynamic_index_in_dim(pool, slot, keepdims=False)[:, :, None] for pool in pools[:2])
+            return attend(q, k, v, spec, _places(q.shape[1], pools, lengths, first_full), options)
 
-        first, *others = (functools.partial(over, *one) for one in zip(caches, slots, strict=True))
-        return jax.lax.cond(slots[0] < caches[0][0].shape[0], first, others[0]) if others else first()
+        first, *others = (functools.partial(over, *one) for one in zip(reads, slots, strict=True))
+        return jax.lax.cond(slots[0] < reads[0][0].k.shape[0], first, others[0]) if others else first()
 
     batch, length, heads, size = q.shape
+    slots = [pools.slots for pools, _ in reads]
     kv_heads = slots[0].shape[0]
     group = heads // kv_heads
     by_head = q.reshape(batch, length, kv_heads, group, size).transpose(2, 0, 1, 3, 4)  # [K, B, T, G, D]

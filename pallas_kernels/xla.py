@@ -26,6 +26,7 @@ their logits together: a cache is read once.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -79,25 +80,26 @@ def routed_attention(
 def decode_attention(
     q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, spec: AttentionSpec, where: Coordinates, per_head: PerHead
 ) -> jax.Array:
-    """Attention of a few queries over a cache, each number of which is read once: all logits are there together.
-
-    A number that is not finite comes through a weight of zero: where one is in the result, it is made again with marks.
-    """
+    """Attention of a few queries over a cache, each number of which is read once: all logits are there together."""
     q, k, v, where, per_head = parts.vary_alike((q, k_cache, v_cache, where, per_head))
-    k, v = lax.optimization_barrier((k, v))  # or each branch would take them out of a pool by itself
-    out = _at_once(q, k, v, spec, where, per_head)
-    return lax.cond(jnp.isfinite(out).all(), lambda: out, lambda: _at_once(q, k, v, spec, where, per_head, marked=True))
+    return again_with_marks(lambda marked: at_once(q, k, v, spec, where, per_head, marked=marked))
 
 
-def _at_once(q, k, v, spec: AttentionSpec, where: Coordinates, per_head: PerHead, *, marked: bool = False) -> jax.Array:
+def again_with_marks(attend: Callable[[bool], jax.Array]) -> jax.Array:
+    """`attend(False)`, or where a number of it is not finite, as it comes through a weight of zero, `attend(True)`."""
+    out = attend(False)
+    return lax.cond(jnp.isfinite(out).all(), lambda: out, lambda: attend(True))
+
+
+def at_once(q, k, v, spec: AttentionSpec, where: Coordinates, per_head: PerHead, *, marked: bool) -> jax.Array:
     """out [B, T, H, D]; not `marked`, it is right where it is finite."""
     operands = _XlaOperands(q, k, v, PerHead(per_head.alibi_slopes, per_head.sigmoid_bias), where)
     tile, wide = (_BlockPair(_XlaStatic(one, q.shape[1], k.shape[1]), operands) for one in (spec, spec.full))
     (rows,), none = _cut_rows(q, q.shape[1], k.shape[2]), jnp.zeros((1,), jnp.int32)  # rows [B, K, G, T, D]
-    marks = [nan_marks(rows), nan_marks(k, v)] if marked else [jnp.zeros((1,) * n, q.dtype) for n in (4, 3)]
-    rows, k, v = (finite(x) if marked else x for x in (rows, k, v))
-    row = _QueryBlock(rows, marks[0], where.q_pos, where.q_segment_ids, where.full_rows, none, none[0])
-    keys = _Keys(k, v, marks[1], where.kv_pos, where.kv_segment_ids)
+    no_marks = jnp.zeros((1, 1, 1), q.dtype)  # what is not finite in queries and keys shows in their logits by itself
+    marks, v = (nan_marks(v), finite(v)) if marked else (no_marks, v)
+    row = _QueryBlock(rows, no_marks[None], where.q_pos, where.q_segment_ids, where.full_rows, none, none[0])
+    keys = _Keys(k, v, marks, where.kv_pos, where.kv_segment_ids)
     logits, _ = tile.logits(row, keys)
     mask = tile.mask(row, keys)
     if per_head.full_heads is not None:
