@@ -19,6 +19,8 @@ from pathlib import Path
 import typer
 import yaml
 
+from swa_jax.model.recipes import PUBLISHED
+
 # The largest number that an option may have, in every command that has the option: larger ones, and defaults, are
 # replaced by it. Equal lengths and examples also mean programs that one command compiles for all that follow.
 MOST = {
@@ -53,6 +55,7 @@ INSTEAD = {
     "models/gemma-3-270m-q4_k_m.gguf": "recall",
     "runs/chains-1/model": "chains",
     "runs/chains-2/model": "chains",
+    **dict.fromkeys(PUBLISHED, "layers:2"),
 }
 # What is added to every command that begins so.
 ADDED = {

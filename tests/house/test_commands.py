@@ -18,7 +18,7 @@ import pytest
 from ruler_files import write_ruler_data
 from shrunk_command import ADDED, INSTEAD, MOST, NOT_RUN, ONCE, lower, reason_not_to_run, shrink, starts
 
-from swa_jax.model.recipes import read_recipe
+from swa_jax.model.recipes import PUBLISHED, read_recipe
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -227,7 +227,7 @@ def test_recipes_of_the_pages_exist():
     text = "\n".join((ROOT / page).read_text() for page in PAGES)
     recipes = {name for name in re.findall(r"--pattern ([^\s`]+)", text) if not name.endswith(".json")}
     assert len(recipes) > 10
-    for recipe in recipes:
+    for recipe in recipes - {*PUBLISHED}:
         read_recipe(recipe, range(8), seed=0)
 
 
