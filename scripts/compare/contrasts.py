@@ -5,8 +5,8 @@
 It reads `results.json` of that folder and prints two tables: each method's score at each share of windowed KV heads
 and what choosing costs, and the contrasts that the papers claim, or that we do. With `--loss` the score is the loss of
 the answers, where less is better, in place of how many are right. A contrast is paired by prompt, over the seeds that
-both have.
-Beside its difference stands the smallest one that so many prompts would have shown in four cases of five (the power).
+both have. Beside its difference stands the smallest one that so many prompts would have shown in four cases of five
+(the power).
 Several folders are several models, asked the same prompts; each must have one seed, which stands for its model.
 With `--margin`, of one folder, it prints instead which choices are not inferior to full attention by so many points.
 The place in a document is named by the folders: `<!-- contrasts: compare-chains -->`.

@@ -102,6 +102,11 @@ def _full_layers(recipe: str, name: str, layers: Sequence[int], seed: int) -> tu
         if kind == "random":
             return sorted(np.random.default_rng(seed).choice(everything, budget, replace=False).tolist()), WINDOW
         return [everything[i] for i in begin_middle_end(budget, num_layers)], WINDOW
+    if name in PUBLISHED:
+        raise ConfigError(
+            f"'{recipe}': {name} is a published pattern, no recipe: name it alone, and change its window by options "
+            "such as --fa-decode"
+        )
     base = re.split(r"-1-in-|-1:|:", name)[0]
     if base in BASES:
         raise ConfigError(f"recipe '{recipe}' is incomplete: write it as in '{_example(base)}'")

@@ -79,6 +79,8 @@ def test_published_patterns_have_names(name, checkpoint):
     said = dict(itertools.pairwise(options))
     assert said["--window"] == str(pattern.sliding_window)
     assert said["--sink-tokens"] == str(pattern.num_sink_tokens)
+    assert f"{name} is a published pattern, no recipe" in fails("pattern", f"{name}+fa-decode", "--layers", 30)
+    assert f"did you mean '{name}'?" in fails("pattern", name + "x", "--layers", 30)
     assert f"the pattern has {pattern.num_layers} layers, the model 2" in fails(
         "generate", checkpoint, "hello", "--pattern", name
     )

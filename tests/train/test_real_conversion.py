@@ -19,6 +19,7 @@ pytestmark = pytest.mark.models
 CONFIG = Path(__file__).parents[2] / "configs" / "swiattn" / "cpt-smollm2.yaml"
 HYBRID = ("method=null", "pattern=interleave-1-in-4")
 NOPE = ("method=null", "pattern=interleave-1-in-4+nope")
+TOLERANCE = 1e-3  # as beside transformers: tests/checkpoint/test_real_gguf.py
 TOKENS = np.random.default_rng(0).integers(0, 49152, (1, 48))
 
 
@@ -51,18 +52,18 @@ def test_open_routers_start_as_the_original_and_closed_ones_as_its_windows(logit
     """A window of 16 cuts the 48 tokens; routers are open or closed whatever their weights draw."""
     opened, closed = (logits("sliding_window=16", f"model_changes.router_bias_init={bias}") for bias in (1e3, -1e3))
     windows = logits("sliding_window=16", "method=swa-cpt")
-    np.testing.assert_allclose(opened, logits(), rtol=0, atol=2e-3)
-    np.testing.assert_allclose(closed, windows, rtol=0, atol=2e-3)
+    np.testing.assert_allclose(opened, logits(), rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(closed, windows, rtol=0, atol=TOLERANCE)
     assert np.abs(windows - logits())[16:].max() > 1
 
 
 def test_a_hybrid_starts_as_the_original_but_for_windows_and_positions(logits):
     whole, cut, nope = (logits(*HYBRID), logits(*HYBRID, "sliding_window=16"), logits(*NOPE))
-    np.testing.assert_allclose(whole, logits(), rtol=0, atol=2e-3)
-    np.testing.assert_allclose(cut[:16], logits()[:16], rtol=0, atol=2e-3)
+    np.testing.assert_allclose(whole, logits(), rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(cut[:16], logits()[:16], rtol=0, atol=TOLERANCE)
     assert np.abs(cut - logits())[16:].max() > 1
     # One token alone has no positions to tell apart.
-    np.testing.assert_allclose(nope[0], logits()[0], rtol=0, atol=2e-3)
+    np.testing.assert_allclose(nope[0], logits()[0], rtol=0, atol=TOLERANCE)
     assert np.abs(nope - logits())[1:].max() > 1
 
 
