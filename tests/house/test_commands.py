@@ -217,7 +217,7 @@ def test_every_rule_is_still_needed():
     ]
     options = set().union(*(shrink(words) for words in small if len(words) > 2 and "train" not in words))
     assert options >= MOST.keys(), f"no page needs {sorted(MOST.keys() - options)}"
-    for part in [*INSTEAD, *FEWER_TURNS]:
+    for part in [*INSTEAD.keys() - {*PUBLISHED}, *FEWER_TURNS]:
         assert part in text, f"no page has '{part}'"
     assert set(PAGES) >= {*SLOW, *QUICK}
 
