@@ -147,9 +147,10 @@ def whole(x: jax.Array, partition: Partition, dimension: str, axis: int) -> jax.
     axes = tuple(name for name in partition.rules.axes(dimension) if partition.mesh.shape[name] > 1)
     if not axes:
         return x
-    # The TPU compiler scatters along a dimension of its own; along the last it would sum all of it on every device.
-    parts = jax.lax.all_gather(x, axes)  # [pieces, ...]
-    return jnp.moveaxis(parts, 0, axis).reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+    # The TPU compiler scatters along a dimension of its own; along another it would sum all of it on every device. In
+    # front of the one it is a part of, it joins that without a copy.
+    parts = jax.lax.all_gather(jnp.moveaxis(x, axis, 0), axes)  # [pieces, its part, ...]
+    return jnp.moveaxis(parts.reshape(-1, *parts.shape[2:]), 0, axis)
 
 
 # ---- meshes ----
