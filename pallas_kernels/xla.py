@@ -37,7 +37,7 @@ from pallas_kernels.blocks import platform
 from pallas_kernels.math import parts
 from pallas_kernels.math.nonfinite import finite, nan_marks
 from pallas_kernels.math.ring import Ring, attend_to_all, gradients_of_all
-from pallas_kernels.math.schedule import schedule_pairs
+from pallas_kernels.math.schedule import Schedule, schedule_pairs
 from pallas_kernels.math.spec import AttentionSpec, Coordinates, PerHead, visible
 
 
@@ -95,10 +95,10 @@ def at_once(q, k, v, spec: AttentionSpec, where: Coordinates, per_head: PerHead,
     """out [B, T, H, D]; not `marked`, it is right where it is finite."""
     operands = _XlaOperands(q, k, v, PerHead(per_head.alibi_slopes, per_head.sigmoid_bias), where)
     tile, wide = (_BlockPair(_XlaStatic(one, q.shape[1], k.shape[1]), operands) for one in (spec, spec.full))
-    (rows,), none = _cut_rows(q, q.shape[1], k.shape[2]), jnp.zeros((1,), jnp.int32)  # rows [B, K, G, T, D]
+    (rows,) = _cut_rows(q, q.shape[1], k.shape[2])  # [B, K, G, T, D]
     no_marks = jnp.zeros((1, 1, 1), q.dtype)  # what is not finite in queries and keys shows in their logits by itself
     marks, v = (nan_marks(v), finite(v)) if marked else (no_marks, v)
-    row = _QueryBlock(rows, no_marks[None], where.q_pos, where.q_segment_ids, where.full_rows, none, none[0])
+    row = _Queries(rows, no_marks[None], where.q_pos, where.q_segment_ids, where.full_rows)
     keys = _Keys(k, v, marks, where.kv_pos, where.kv_segment_ids)
     logits, _ = tile.logits(row, keys)
     mask = tile.mask(row, keys)
@@ -217,16 +217,14 @@ def _flash_bwd(static, saved, cotangents):
 _flash.defvjp(_flash_fwd, _flash_bwd)
 
 
-class _QueryBlock(NamedTuple):
-    """One step of the scan over query blocks (outside the scan, all of them, with a leading axis nq)."""
+class _Queries(NamedTuple):
+    """A block of queries (outside the scan, all of them, with a leading axis nq)."""
 
     q: jax.Array  # [B, K, G, bq, D], finite
     nan_marks: jax.Array  # [B, K, G, bq]
     pos: jax.Array  # [B, bq]
     segment_ids: jax.Array | None
     full: jax.Array | None
-    visits: jax.Array  # [nk] KV blocks, the first `num_visits` of which are to be visited
-    num_visits: jax.Array  # []
 
 
 class _Keys(NamedTuple):
@@ -242,12 +240,14 @@ class _Keys(NamedTuple):
 
 def _forward(static: _XlaStatic, x: _XlaOperands):
     spec, tile = static.spec, _BlockPair(static, x)
-    queries, keys = _cut(static, x)
+    queries, visits, keys = _cut(static, x)
 
-    def query_block(_, row: _QueryBlock):
+    def query_block(_, inputs: tuple[_Queries, Schedule]):
+        row, visits = inputs
+
         def softmax_visit(i, carry):
             top, total, acc = carry
-            kv = keys.block(row.visits[i])
+            kv = keys.block(visits.blocks[i])
             logits, _ = tile.logits(row, kv)
             logits = jnp.where(tile.mask(row, kv), logits, -jnp.inf)
             new_top = jnp.maximum(top, logits.max(axis=-1))
@@ -258,21 +258,21 @@ def _forward(static: _XlaStatic, x: _XlaOperands):
             return new_top, total * decay + weights.sum(axis=-1), acc
 
         def sigmoid_visit(i, acc):
-            kv = keys.block(row.visits[i])
+            kv = keys.block(visits.blocks[i])
             logits, _ = tile.logits(row, kv)
             weights = jnp.where(tile.mask(row, kv), jax.nn.sigmoid(logits), 0)
             return acc + tile.dot("bkgqs,bskd->bkgqd", weights, kv.v)
 
         acc = jnp.zeros_like(row.q, tile.dtype)
         if spec.activation == "sigmoid":
-            return None, (lax.fori_loop(0, row.num_visits, sigmoid_visit, acc), None)
+            return None, (lax.fori_loop(0, visits.counts, sigmoid_visit, acc), None)
         total = jnp.zeros_like(acc[..., 0])
-        top, total, acc = lax.fori_loop(0, row.num_visits, softmax_visit, (total - jnp.inf, total, acc))
+        top, total, acc = lax.fori_loop(0, visits.counts, softmax_visit, (total - jnp.inf, total, acc))
         sees_any = total != 0  # NaN is not to be hidden
         total = jnp.where(sees_any, total, 1)
         return None, (acc / total[..., None], jnp.where(sees_any, top + jnp.log(total), -jnp.inf))
 
-    _, (out, lse) = lax.scan(query_block, None, queries)
+    _, (out, lse) = lax.scan(query_block, None, (queries, visits))
     return _join_rows(out, x.q.shape), None if lse is None else _join_rows(lse, x.q.shape[:3])
 
 
@@ -280,7 +280,7 @@ def _backward(static: _XlaStatic, x: _XlaOperands, results, cotangents):
     q, k, _, bias, _ = x
     (out, lse), (dout, dlse) = results, cotangents
     spec, tile = static.spec, _BlockPair(static, x)
-    queries, keys = _cut(static, x)
+    queries, visits, keys = _cut(static, x)
     statistics: tuple[jax.Array, ...] = ()
     if lse is not None:
         sees_any = lse != -jnp.inf  # true for NaN, which is not to be hidden
@@ -290,15 +290,15 @@ def _backward(static: _XlaStatic, x: _XlaOperands, results, cotangents):
     queries = queries._replace(nan_marks=queries.nan_marks + nan_marks(dout))
     # A block of rows whose cotangents are all zero (rows routed to the other branch, padding) changes nothing.
     active = jnp.stack([(x != 0).any(axis=range(1, x.ndim)) for x in (dout, *statistics[1:])]).any(axis=0)  # [nq]
-    queries = queries._replace(num_visits=jnp.where(active, queries.num_visits, 0))
+    visits = visits._replace(counts=jnp.where(active, visits.counts, 0))
     dout = finite(dout)
 
     def query_block(carry, inputs):
-        row, dout, statistics = inputs
+        row, visits, dout, statistics = inputs
 
         def visit(i, carry):
             dq, dbias, dk, dv = carry
-            j = row.visits[i]
+            j = visits.blocks[i]
             kv = keys.block(j)
             logits, slope = tile.logits(row, kv)
             mask = tile.mask(row, kv)
@@ -322,11 +322,11 @@ def _backward(static: _XlaStatic, x: _XlaOperands, results, cotangents):
         dq = jnp.zeros_like(row.q, tile.dtype)
         # Summed along rows first, [B, K, G, bq]: one long sum over all tiles would lose digits.
         dbias = None if bias.sigmoid_bias is None else jnp.zeros_like(dq[..., 0])
-        dq, dbias, *carry = lax.fori_loop(0, row.num_visits, visit, (dq, dbias, *carry))
+        dq, dbias, *carry = lax.fori_loop(0, visits.counts, visit, (dq, dbias, *carry))
         return tuple(carry), (dq.astype(q.dtype), None if dbias is None else dbias.sum(axis=(0, 3)))
 
     zeros = jnp.zeros_like(keys.k, tile.dtype), jnp.zeros_like(keys.v, tile.dtype)
-    (dk, dv), (dq, dbias) = lax.scan(query_block, zeros, (queries, dout, statistics))
+    (dk, dv), (dq, dbias) = lax.scan(query_block, zeros, (queries, visits, dout, statistics))
     dk, dv = (_trim(x.reshape(x.shape[0], -1, *x.shape[3:]), k.shape).astype(k.dtype) for x in (dk, dv))
     if dbias is not None:
         dbias = dbias.sum(axis=0).reshape(-1).astype(bias.sigmoid_bias.dtype)
@@ -353,7 +353,7 @@ class _BlockPair:
         joined = rows.reshape(*rows.shape[:2], -1, rows.shape[-1])
         return self.dot("bknd,bksd->bkns", joined, keys).reshape(*rows.shape[:-1], -1)
 
-    def logits(self, row: _QueryBlock, kv: _Keys) -> tuple[jax.Array, jax.Array | float]:
+    def logits(self, row: _Queries, kv: _Keys) -> tuple[jax.Array, jax.Array | float]:
         """Logits [B, K, G, bq, bk], and their derivative with respect to q.k."""
         logits = self.scale * self.products(row.q, kv.k.swapaxes(1, 2))
         slope: jax.Array | float = self.scale
@@ -367,7 +367,7 @@ class _BlockPair:
             logits = logits + self.bias.sigmoid_bias[:, :, None, None]
         return logits + (row.nan_marks[..., None] + kv.nan_marks.swapaxes(1, 2)[:, :, None, None]), slope
 
-    def mask(self, row: _QueryBlock, kv: _Keys) -> jax.Array:
+    def mask(self, row: _Queries, kv: _Keys) -> jax.Array:
         """[B, 1, 1, bq, bk] bool, B being 1 when all rows of the batch agree."""
         q_pos, q_segment_ids, full = (
             None if x is None else x[:, :, None] for x in (row.pos, row.segment_ids, row.full)
@@ -379,7 +379,7 @@ class _BlockPair:
         return seen[:, None, None]
 
 
-def _cut(static: _XlaStatic, operands: _XlaOperands) -> tuple[_QueryBlock, _Keys]:
+def _cut(static: _XlaStatic, operands: _XlaOperands) -> tuple[_Queries, Schedule, _Keys]:
     """Pads to whole blocks (padding is at position -1, so nothing sees it), cuts, and schedules."""
     q, k, v, _, where = operands
     where = parts.in_blocks(where, static.q_block, static.kv_block, _pad)
@@ -389,19 +389,14 @@ def _cut(static: _XlaStatic, operands: _XlaOperands) -> tuple[_QueryBlock, _Keys
         return None if x is None else jnp.moveaxis(x.reshape(x.shape[0], -1, static.q_block), 1, 0)
 
     rows = _cut_rows(q, static.q_block, k.shape[2])
-    queries = _QueryBlock(
-        finite(rows),
-        nan_marks(rows),
-        blocks(where.q_pos),
-        blocks(where.q_segment_ids),
-        blocks(where.full_rows),
-        schedule.blocks,
-        schedule.counts,
+    queries = _Queries(
+        finite(rows), nan_marks(rows), blocks(where.q_pos), blocks(where.q_segment_ids), blocks(where.full_rows)
     )
     keys = _Keys(finite(k), finite(v), nan_marks(k, v), where.kv_pos, where.kv_segment_ids)
-    return queries, jax.tree.map(
+    keys = jax.tree.map(
         lambda x: (x := _pad(x, static.kv_block, 0)).reshape(x.shape[0], -1, static.kv_block, *x.shape[2:]), keys
     )
+    return queries, schedule, keys
 
 
 def _pad(x: jax.Array, block: int, fill) -> jax.Array:
