@@ -45,8 +45,8 @@ def saved(folder, *steps, keep=10, **options):
     return folder
 
 
-def poll(check, seconds=30):
-    deadline = time.monotonic() + seconds
+def poll(check):
+    deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         check()
         time.sleep(0.01)
