@@ -6,6 +6,7 @@ noise. Weights are written by hand: the residual stream is one-hot tokens in its
 """
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -100,3 +101,14 @@ def planted_examples(count: int = CLASSES, length: int = 48, seed: int = 0) -> l
         prompt[-1] = question_token(i % CLASSES)
         examples.append(Example(prompt, [value_token(i % CLASSES, int(values[i % CLASSES]))], []))
     return examples
+
+
+def in_place_of_a_checkpoint(monkeypatch, model: Decoder, *verbs: str) -> None:
+    """These verbs get the model and its examples, whatever checkpoint and needles they ask for."""
+    for verb in verbs:
+        monkeypatch.setattr(f"swa_jax.cli.{verb}.find_model", lambda name: name)
+        monkeypatch.setattr(f"swa_jax.cli.{verb}.load_checkpoint", lambda *_: (model, None))
+    monkeypatch.setattr("swa_jax.cli.options.draw_needles", lambda *_: planted_examples())
+    monkeypatch.setattr("swa_jax.checkpoint.folder.weights_sum", lambda _: "planted")
+    opened = SimpleNamespace(config=model.config, pattern=model.pattern, hf_config={})
+    monkeypatch.setattr("swa_jax.checkpoint.folder.open_checkpoint", lambda _: opened)

@@ -28,14 +28,14 @@ class Fold(NamedTuple):
         """Those of a block: a power of two, 16 at least, as the products of tiles need it."""
         return max(16, pl.next_power_of_2(self.tokens * self.group))
 
-    def _filled(self, x, axis: int):
-        return jnp.pad(x, [(0, self.rows - self.tokens * self.group if i == axis else 0) for i in range(x.ndim)])
+    def _filled(self, x):
+        return jnp.pad(x, [(0, self.rows - self.tokens * self.group if i == 1 else 0) for i in range(x.ndim)])
 
     def queries(self, q: jax.Array) -> jax.Array:
         """[B, T, H, D] -> [B, rows, K, D]."""
         batch, _, _, head_dim = q.shape
         q = q.reshape(batch, self.tokens, self.kv_heads, self.group, head_dim).swapaxes(2, 3)
-        return self._filled(q.reshape(batch, -1, self.kv_heads, head_dim), 1)
+        return self._filled(q.reshape(batch, -1, self.kv_heads, head_dim))
 
     def per_head(self, options: PerHead) -> PerHead:
         """Slopes and bias by row."""
@@ -46,7 +46,7 @@ class Fold(NamedTuple):
     def _by_row(self, x: jax.Array | None) -> jax.Array | None:  # [H] -> [K * rows]
         if x is None:
             return None
-        return self._filled(jnp.tile(x.reshape(self.kv_heads, self.group), (1, self.tokens)), 1).ravel()
+        return self._filled(jnp.tile(x.reshape(self.kv_heads, self.group), (1, self.tokens))).ravel()
 
     def merged(self, out: jax.Array, lse: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         """Shares [B, K, shares, rows, D] and their lse in base 2 -> out [B, T, H, D] and the natural lse [B, T, H]."""

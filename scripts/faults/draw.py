@@ -86,10 +86,9 @@ def at(file: str, text: str, slip: Slip) -> Drawn:
 def found_again(row: dict[str, Any]) -> Drawn | None:
     """The fault of a row, where its code stands today; None if it is gone."""
     text = (ROOT / row["file"]).read_text() if (ROOT / row["file"]).exists() else ""
-    slips_now = (Slip(*slip) for slip in slips_of(row["file"], text))
     same = [
         fault
-        for slip in slips_now
+        for slip in slips_of(text)
         if (slip.kind, slip.old, slip.new) == (row["kind"], row["old"], row["new"])
         and (fault := at(row["file"], text, slip)).code == row["code"]
     ]
@@ -97,7 +96,7 @@ def found_again(row: dict[str, Any]) -> Drawn | None:
 
 
 @functools.cache
-def slips_of(file: str, text: str) -> list[Slip]:
+def slips_of(text: str) -> list[Slip]:
     return slips(text) if text else []
 
 

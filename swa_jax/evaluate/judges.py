@@ -82,7 +82,7 @@ def find_judge(judge: str) -> Judge:
     return command_judge(judge)
 
 
-def endpoint_judge(url: str, model: str, timeout: float = 120.0) -> Judge:
+def endpoint_judge(url: str, model: str) -> Judge:
     """A chat model as judge: POST `url`/chat/completions, one question a request, greedy.
 
     The key, if one is needed, is read from the environment variable OPENAI_API_KEY.
@@ -108,7 +108,7 @@ def endpoint_judge(url: str, model: str, timeout: float = 120.0) -> Judge:
             if attempt:
                 time.sleep(2 ** (attempt - 1))
             try:
-                with urllib.request.urlopen(request, timeout=timeout) as reply:
+                with urllib.request.urlopen(request, timeout=120) as reply:
                     return str(json.load(reply)["choices"][0]["message"]["content"])
             except urllib.error.HTTPError as error:
                 problem = f"{error.code} {error.reason}"

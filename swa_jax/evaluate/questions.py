@@ -135,7 +135,7 @@ def longbench(path: Path, prompts: Path) -> list[Question]:
     return questions
 
 
-def longbench_v2(file: Path, template: str = V2_PROMPT) -> list[Question]:
+def longbench_v2(file: Path) -> list[Question]:
     """LongBench v2's multiple choices, grouped by domain, and also by difficulty and length.
 
     Raises `ConfigError` for a record without the fields."""
@@ -143,7 +143,7 @@ def longbench_v2(file: Path, template: str = V2_PROMPT) -> list[Question]:
         Question(
             benchmark="longbench-v2",
             group=str(_field(record, "domain", where)),
-            prompt=_fill(template, record, where),
+            prompt=_fill(V2_PROMPT, record, where),
             references=[_field(record, "answer", where)],
             max_new_tokens=V2_TOKENS,
             score=metrics.choice,
@@ -153,7 +153,7 @@ def longbench_v2(file: Path, template: str = V2_PROMPT) -> list[Question]:
     ]
 
 
-def longmemeval(file: Path, template: str = MEMORY_PROMPT) -> list[Question]:
+def longmemeval(file: Path) -> list[Question]:
     """LongMemEval's questions about past conversations, grouped by type; a judge scores them.
 
     Questions whose id ends in `_abs` have no answer in the conversations; the judge is told. They are part of their
@@ -174,7 +174,7 @@ def longmemeval(file: Path, template: str = MEMORY_PROMPT) -> list[Question]:
             Question(
                 benchmark="longmemeval",
                 group=told["type"],
-                prompt=_fill(template, record | {"history": history}, where),
+                prompt=_fill(MEMORY_PROMPT, record | {"history": history}, where),
                 references=[told["reference"]],
                 max_new_tokens=MEMORY_TOKENS,
                 score=None,
@@ -185,7 +185,7 @@ def longmemeval(file: Path, template: str = MEMORY_PROMPT) -> list[Question]:
     return questions
 
 
-def problems(file: Path, *, judged: bool = False, template: str = PROBLEM_PROMPT) -> list[Question]:
+def problems(file: Path, *, judged: bool = False) -> list[Question]:
     """Problems with a number as answer, such as GSM8K's: JSON lines with `question`, `answer` and maybe `group`.
 
     What stands behind `####` is the answer, if that mark is there. `type` counts as `group`.
@@ -209,7 +209,7 @@ def problems(file: Path, *, judged: bool = False, template: str = PROBLEM_PROMPT
             Question(
                 benchmark="problems",
                 group=str(record.get("group", record.get("type", file.stem))),
-                prompt=_fill(template, record, where),
+                prompt=_fill(PROBLEM_PROMPT, record, where),
                 references=[answer],
                 max_new_tokens=PROBLEM_TOKENS,
                 score=None if judged else numbers.same_number,

@@ -24,12 +24,7 @@ REFERENCES = ("full", "window")  # shown in every panel of `frontier_chart`
 
 @styled
 def accuracy_memory_chart(
-    rows: Sequence[Row],
-    file: str | Path,
-    *,
-    title: str = "What the memory buys",
-    memory: str = MEMORY,
-    found_title: str = FOUND,
+    rows: Sequence[Row], file: str | Path, *, title: str = "What the memory buys", memory: str = MEMORY
 ) -> None:
     """Draw a line for each row, the least memory first: needles found with their interval, and the KV cache beside it.
 
@@ -47,7 +42,7 @@ def accuracy_memory_chart(
     )
     found, taken = figure.subplots(1, 2, sharey=True, width_ratios=[1.7, 1])
     style.percent_axis(found, "x")
-    reach = error_bars([row_estimate(row, "needle_accuracy", "needle_interval") for row in rows], 100)
+    reach = error_bars([*map(row_estimate, rows)], 100)
     found.errorbar(accuracy, places, xerr=reach, fmt="none", ecolor=colors, elinewidth=1.2, capsize=0)
     found.scatter(accuracy, places, s=30, color=colors, zorder=3, clip_on=False)
     taken.barh(places, megabytes, height=0.55, color=np.where(best, BLUE, GREY))
@@ -56,7 +51,7 @@ def accuracy_memory_chart(
     taken.set_xlim(0, 1.2 * max(float(megabytes.max()), 1e-9))
     taken.set_xticks([])  # the numbers stand beside the bars
     taken.spines["bottom"].set_visible(False)
-    found.set(xlabel=f"{found_title}, with 95 % interval", ylim=(len(rows) - 0.5, -0.5))
+    found.set(xlabel=f"{FOUND}, with 95 % interval", ylim=(len(rows) - 0.5, -0.5))
     found.set_yticks(places, short_names([row["name"] for row in rows]))
     for label, blue in zip(found.get_yticklabels(), best, strict=True):
         label.set(color=BLUE if blue else INK, fontweight="bold" if blue else "normal")
@@ -139,7 +134,7 @@ def candidates_chart(
 
 
 def _method(axes: Axes, rows: Sequence[Row]) -> None:
-    reach = error_bars([row_estimate(row, "needle_accuracy", "needle_interval") for row in rows], 100)
+    reach = error_bars([*map(row_estimate, rows)], 100)
     axes.errorbar(_megabytes(rows), _percent(rows), reach, color=BLUE, marker="o", markersize=4, elinewidth=1, zorder=4)
 
 

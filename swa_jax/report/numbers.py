@@ -22,10 +22,10 @@ def ends(interval: Sequence[float | None] | None) -> tuple[float, float] | None:
     return (low, high) if math.isfinite(low) and math.isfinite(high) else None
 
 
-def row_estimate(row: Row, value: str, interval: str) -> Estimate:
-    """The mean and the interval that a row has under these names."""
-    low, high = ends(row.get(interval)) or (None, None)
-    return row[value], low, high
+def row_estimate(row: Row) -> Estimate:
+    """The share of needles that a row says were found, with its interval."""
+    low, high = ends(row.get("needle_interval")) or (None, None)
+    return row["needle_accuracy"], low, high
 
 
 def error_bars(estimates: Sequence[Estimate], scale: float = 1.0) -> np.ndarray:

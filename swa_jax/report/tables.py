@@ -180,16 +180,11 @@ def score(
 # ---- patterns ----
 
 
-NEEDLES_FOUND = ("Needles found", "share of hidden numbers the model repeats correctly")
 PATTERN = text("Pattern", "name")
 
 
-def pattern_table(rows: Sequence[Row], found: tuple[str, str] = NEEDLES_FOUND) -> Table:
-    """The rows of `evaluate needles`: what each pattern keeps and costs.
-
-    `found`: the name of what it keeps, and a few words that say what that is.
-    """
-    title, share = found
+def pattern_table(rows: Sequence[Row]) -> Table:
+    """The rows of `evaluate needles`: what each pattern keeps and costs."""
 
     def full_layers(row: Row) -> str:
         layers = row["full_layers"]
@@ -203,7 +198,7 @@ def pattern_table(rows: Sequence[Row], found: tuple[str, str] = NEEDLES_FOUND) -
         [
             PATTERN,
             (Column("Full layers", text=True), full_layers),
-            score(title, "needle_accuracy", interval="needle_interval"),
+            score("Needles found", "needle_accuracy", interval="needle_interval"),
             number("Answer loss", "answer_nll", "nats/token", ".2f"),
             number("KV cache", "kv_cache_bytes", "MB/sequence", ".2f", MEGABYTE),
             number("Prefill", "prefill_seconds", "ms/prompt", ".0f", 1e-3),
@@ -211,7 +206,7 @@ def pattern_table(rows: Sequence[Row], found: tuple[str, str] = NEEDLES_FOUND) -
         ],
         (
             "Read it against 'full': a good pattern keeps nearly as much with much less memory.",
-            f"{title}: {share}, 95 % interval in brackets.",
+            "Needles found: share of hidden numbers the model repeats correctly, 95 % interval in brackets.",
             "Answer loss: how surprising the right answer is to the model; lower is better.",
             "+fa-decode: the answer is written with full attention, so the whole prompt stays in memory.",
         ),

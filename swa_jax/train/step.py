@@ -150,7 +150,7 @@ def make_loss(
     teacher's weights are read, may be left out where there is no teacher."""
     graph, _ = nnx.split(model)  # every variable of the model is a parameter
     patterns = [model.pattern] if teacher is None else [model.pattern, teacher.pattern]
-    teach = None if teacher is None else make_teacher(teacher, config, partition)
+    teach = None if teacher is None else make_teacher(teacher, config)
     distill = config.distill
 
     def loss_of(

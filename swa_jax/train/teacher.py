@@ -18,7 +18,6 @@ from swa_jax.model.decoder import Decoder
 from swa_jax.model.memory import check_fits
 from swa_jax.model.parameters import parameters
 from swa_jax.model.remat import PLAIN
-from swa_jax.model.sharding import Partition
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.patterns import Start, teacher_pattern
 from swa_jax.train.rows import Batch, Rows
@@ -61,9 +60,7 @@ def kept_weights(config: TrainConfig, teacher: Decoder | None, trained: Any) -> 
     return jax.tree.map(lambda x: jnp.array(x, copy=True), cast_parameters(nnx.from_flat_state(kept), dtype))
 
 
-def make_teacher(
-    teacher: Decoder, config: TrainConfig, partition: Partition | None
-) -> Callable[[Any, Any, Batch, Rows], Lesson]:
+def make_teacher(teacher: Decoder, config: TrainConfig) -> Callable[[Any, Any, Batch, Rows], Lesson]:
     """`teach(kept, frozen, batch, rows) -> Lesson`: a forward pass that is not differentiated, so that nothing of its
     layers is saved; the weights are `kept_weights` and those that the student does not train."""
     assert config.distill is not None

@@ -115,7 +115,7 @@ def test_the_smallest_budget_that_is_named_can_be_met(source):
             find_space(memory, named - 0.002, [48, 100])
 
 
-def test_the_command_line_of_the_report_is_the_one_given(tmp_path):
+def test_the_command_line_of_the_report_is_the_one_given():
     texts = (Path("x"), Path("y"))
     settings = AdaptOptions(
         "recall", Path("runs/a b"), 0.4, server="vllm", text=texts, window=(16, 32), tune=3, canary=False

@@ -59,7 +59,7 @@ def test_the_estimate_grows_with_the_work(tmp_path):
     assert [duration(seconds) for seconds in (0.2, 80, 600, 9000)] == ["1 s", "80 s", "10 min", "2.5 h"]
 
 
-def test_the_work_of_a_deep_model(tmp_path, monkeypatch):
+def test_the_work_of_a_deep_model(tmp_path):
     """Layer evaluations by hand: 30 layers, 3 of which stay full, ranked by 4 + 4 + 1 examples."""
     job = small_job(tmp_path, effort="normal", choose_by=8)
     config = dataclasses.replace(job.source.config, num_hidden_layers=30)

@@ -118,15 +118,15 @@ class Asked:
         pass
 
 
-def ranked(source, tmp_path, monkeypatch, unit, effort, budget=0.45):
+def ranked(source, tmp_path, monkeypatch, unit, effort):
     monkeypatch.setattr("swa_jax.select.nll.LayerScorer", Asked)
     monkeypatch.setattr("swa_jax.select.evaluator.MaskEvaluator", Asked)
     memory = Memory(source.config, source.hf_config, 1024)
-    space = find_space(memory, budget, [64], unit)
+    space = find_space(memory, 0.45, [64], unit)
     example = Example([1] * 9, [2], [])
     tasks = [EvalTask("a", "", "", [example] * 8), EvalTask("text", "", "", [example] * 2, answers=False)]
     rest = (8, EFFORTS[effort], 0, lambda _: None, lambda *_: None)
-    search = Search(source, tasks, {}, memory, budget, space, tmp_path, "k" * 32, *rest)
+    search = Search(source, tasks, {}, memory, 0.45, space, tmp_path, "k" * 32, *rest)
     search._rank()
     return search
 

@@ -163,7 +163,7 @@ def test_an_interruption_of_the_cleaning_up_is_survived(source, destination, mon
     assert list(destination.parent.iterdir()) == [destination]
 
 
-def test_an_import_that_is_done_is_not_done_again(source, destination, monkeypatch):
+def test_an_import_that_is_done_is_not_done_again(source, destination):
     import_model(source, destination)
     before = {file: file.stat().st_mtime_ns for file in destination.rglob("*")}
     notes: list[str] = []

@@ -18,7 +18,6 @@ from swa_jax.model.cache import cache_bytes
 from swa_jax.model.layer_types import FULL, HYBRID, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
-ROOT = Path(__file__).parents[2]
 CASES = json.loads((Path(__file__).parent / "vllm_groups.json").read_text())["cases"]
 
 

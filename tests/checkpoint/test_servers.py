@@ -182,7 +182,7 @@ def test_a_window_that_a_class_counts_otherwise_is_written_one_shorter():
     assert "4 is written for a window of 5" in served.describe("vllm")
 
 
-def test_a_refusal_names_who_can(tmp_path):
+def test_a_refusal_names_who_can():
     hf = hf_of("granite-full")
     with pytest.raises(ConfigError, match=r"--for vllm or tpu-inference or llama\.cpp runs it"):
         served_config("transformers", hf, patterns(hf["num_hidden_layers"])["odd"])
@@ -243,7 +243,7 @@ def test_the_verb_says_how_to_start_the_server(tmp_path):
     assert "--as-full needs --for" in fails("export", checkpoint, tmp_path / "d", "--no-canary", "--as-full")
 
 
-def test_the_servers_are_listed_with_their_versions(tmp_path):
+def test_the_servers_are_listed_with_their_versions():
     """By every verb that has `--for`, whatever else is missing."""
     listed = run("export", "--for", "help")
     assert listed == run("adapt", "--for", "help") == run("select", "nll", "--for", "help")

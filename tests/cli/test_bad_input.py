@@ -265,7 +265,7 @@ def test_missing_data(file, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_file_that_goes_missing_between_two_stages_is_found_at_once(file, tmp_path):
+def test_a_file_that_goes_missing_between_two_stages_is_found_at_once(file):
     second = "stages=[{steps: 1, sequence_length: 16, batch_size: 6}, "
     second += "{steps: 1, sequence_length: 16, batch_size: 6, data: [{files: [absent.txt]}]}]"
     assert fails("train", file, second).startswith("data files 'absent.txt': no such file")
@@ -367,7 +367,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model(file, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_tokens_of_another_tokenizer(file, tmp_path, byte_tokenizer):
+def test_tokens_of_another_tokenizer(file, tmp_path):
     other = tmp_path / "other.json"
     train_byte_bpe([TEXT], 260).backend.save(str(other))
     run("data", "tokenize", tmp_path / "text.txt", "--tokenizer", other, "--out", tmp_path / "tokens")
@@ -438,7 +438,7 @@ def _environment(variables: dict[str, str]) -> dict[str, str]:
 # ---- outputs ----
 
 
-def test_an_output_that_cannot_be_written_is_refused_before_the_work(file, tmp_path, monkeypatch):
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(file, tmp_path):
     taken, folder = tmp_path / "taken", tmp_path / "folder.json"
     taken.write_text("")
     folder.mkdir()

@@ -131,7 +131,7 @@ def test_too_little_room_is_said_before_the_first_prompt(data) -> None:
     assert cell == ("cwe", 3000, None)
 
 
-def test_tasks_of_ruler_go_on_after_an_interruption(checkpoint, talking, data, tmp_path, monkeypatch) -> None:
+def test_tasks_of_ruler_go_on_after_an_interruption(talking, data, tmp_path, monkeypatch) -> None:
     options = ("vt", "fwe", "qa_2", "--data", data, "--lengths", 2200, "--examples", 2)
     options += ("--max-new-tokens", 2, "--batch-size", 1, "--chat", "--no-thinking")
     whole = tmp_path / "whole"

@@ -1,13 +1,12 @@
 """`select METHOD` and `pattern diff` as a user calls them."""
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import typer
 from command_line import fails, run
-from planted import KV_HEADS, LAYERS, WINDOW_SIZE, planted_examples, planted_mask, planted_model
+from planted import KV_HEADS, LAYERS, WINDOW_SIZE, in_place_of_a_checkpoint, planted_mask, planted_model
 from tiny_models import byte_checkpoint
 
 from swa_jax.checkpoint.folder import load_model
@@ -41,14 +40,7 @@ def planted_decoder():
 
 @pytest.fixture
 def planted(monkeypatch, planted_decoder):
-    """The planted model and its examples in place of a checkpoint's and of needles."""
-    model = planted_decoder
-    monkeypatch.setattr("swa_jax.cli.select.find_model", lambda name: name)
-    monkeypatch.setattr("swa_jax.cli.select.load_checkpoint", lambda *_: (model, None))
-    monkeypatch.setattr("swa_jax.cli.options.draw_needles", lambda *_: planted_examples())
-    monkeypatch.setattr("swa_jax.checkpoint.folder.weights_sum", lambda _: "planted")
-    opened = SimpleNamespace(config=model.config, pattern=model.pattern, hf_config={})
-    monkeypatch.setattr("swa_jax.checkpoint.folder.open_checkpoint", lambda _: opened)
+    in_place_of_a_checkpoint(monkeypatch, planted_decoder, "select")
 
 
 def test_bosch_writes_a_pattern_a_picture_and_its_evaluations(planted, tmp_path):

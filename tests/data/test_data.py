@@ -401,7 +401,7 @@ def test_held_out_batches_resume_and_are_shared_out(many, tokenizer):
     assert all(next(half, None) is None for half in halves)
 
 
-def test_nothing_held_out_is_an_error(folder, tokenizer, many):
+def test_nothing_held_out_is_an_error(folder, tokenizer):
     with pytest.raises(ConfigError, match="no source holds anything out"):
         make_batches(sources(folder), tokenizer, length=16, batch_size=2, seed=0, held_out=True)
     single = SourceConfig(files=(f"{folder}/a.txt",), held_out=1e-6)

@@ -254,7 +254,7 @@ def test_a_mistake_in_the_first_shard_can_be_put_right(tmp_path, byte_tokenizer)
 # ---- damage ----
 
 
-def test_another_tokenizer_is_refused(made, tmp_path):
+def test_another_tokenizer_is_refused(made):
     other = train_byte_bpe(["some text"], 260)
     with pytest.raises(
         ConfigError, match=r"was tokenised with another tokenizer \(.*, 257 tokens\) than this one \(260"
@@ -326,7 +326,7 @@ def test_tokenize_and_inspect_on_the_command_line(corpus, byte_tokenizer, tmp_pa
     assert "no field 'body'" in run(*arguments[:-1], tmp_path / "b", "--field", "body", status=2)
 
 
-def test_inspect_a_configuration(corpus, byte_tokenizer, made, tmp_path):
+def test_inspect_a_configuration(byte_tokenizer, made, tmp_path):
     (tmp_path / "chat.jsonl").write_text(
         "\n".join(json.dumps({"prompt": f"{i} + {i} =", "answer": f" {2 * i}"}) for i in range(30))
     )

@@ -81,7 +81,7 @@ def test_a_gpu_takes_cudnn_for_what_it_serves_and_triton_for_the_rest():
             dispatched(dataclasses.replace(other, implementation="cudnn"))
 
 
-def test_the_log_sum_exp_is_asked_of_another(on_gpu, monkeypatch):
+def test_the_log_sum_exp_is_asked_of_another(on_gpu):
     q = jnp.ones((1, 16, 2, 16), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="return_lse"):
         attention(q, q, q, AttentionSpec(4), return_lse=True, implementation="cudnn")

@@ -196,14 +196,14 @@ def test_visits_are_the_blocks_that_each_sequence_sees(spec, options, tokens):
         assert [v.last for v in mine] == [0] * (len(mine) - 1) + [1]
 
 
-def pool_call(head_dim, dtype, tokens=1, rows=7, batch=3, entries=40, heads=6, kv_heads=3):
+def pool_call(head_dim, dtype, tokens=1, entries=40, heads=6):
     rng = np.random.default_rng(0)
 
     def normal(*shape):
         return jnp.asarray(rng.normal(size=shape).astype(jnp.dtype(dtype)))
 
-    pools = [normal(rows, batch, entries, head_dim) for _ in range(2)]
-    return normal(batch, tokens, heads, head_dim), pools, jnp.array([40, 17, 0])
+    pools = [normal(7, 3, entries, head_dim) for _ in range(2)]
+    return normal(3, tokens, heads, head_dim), pools, jnp.array([40, 17, 0])
 
 
 @functools.partial(quick_jit, static_argnames="spec")
@@ -243,7 +243,7 @@ def test_pools_know_every_option_of_a_head(implementation):
 
 @pytest.mark.parametrize("full_heads", [None, pytest.param([True, False, True, False], marks=pytest.mark.slow)])
 def test_scattered_and_absent_heads(full_heads):
-    q, pools, lengths = pool_call(16, "float32", heads=8, kv_heads=4)
+    q, pools, lengths = pool_call(16, "float32", heads=8)
     spec, slots = AttentionSpec(9), jnp.array([5, 100, 2, 0])  # the pools have 7 rows
     options = {} if full_heads is None else {"full_heads": jnp.array(full_heads)}
     where = coordinates(1, 40, q_positions=lengths[:, None] - 1)

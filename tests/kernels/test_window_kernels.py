@@ -63,9 +63,7 @@ def test_the_rows_of_sink_tokens_are_those_outside_the_window(window, num_sink_t
     call = KernelCall(spec, Tiles(16, 16))
     segments = segments_of(call, where)
     keys = np.broadcast_to(np.arange(80, dtype=np.float32)[:, None], (len(ids), 1, 80, 8))
-    rows = np.asarray(quick_jit(gather_sinks, static_argnums=0)(call, keys, segments))[
-        :, 0, :, 0
-    ]  # which keys they are
+    rows = np.asarray(gathered(call, keys, segments))[:, 0, :, 0]  # which keys they are
     rows = rows.reshape(len(ids), 5, -1)
     beside = seen_pairs(spec, where) & ~seen_pairs(AttentionSpec(window), where)
     limits = np.asarray(segments.queries)

@@ -34,7 +34,7 @@ def model():
     return planted_model()
 
 
-def test_patterns_with_heads_are_data_to_one_program(model, monkeypatch):
+def test_patterns_with_heads_are_data_to_one_program(model):
     """And score as the model does that was made for the pattern."""
     import swa_jax.evaluate.nll as nll
 

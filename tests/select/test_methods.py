@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from command_line import run
-from planted import KV_HEADS, LAYERS, WINDOW_SIZE, planted_examples, planted_model
+from planted import KV_HEADS, LAYERS, WINDOW_SIZE, in_place_of_a_checkpoint, planted_examples, planted_model
 
 from swa_jax.adapt.search import EFFORTS, Point, Search, fitting
 from swa_jax.adapt.tasks import EvalTask
@@ -32,14 +32,7 @@ def model():
 
 @pytest.fixture
 def planted(monkeypatch, model):
-    """The planted model and its examples in place of a checkpoint's and of needles."""
-    for verb in ("select", "compare"):
-        monkeypatch.setattr(f"swa_jax.cli.{verb}.find_model", lambda name: name)
-        monkeypatch.setattr(f"swa_jax.cli.{verb}.load_checkpoint", lambda *_: (model, None))
-    monkeypatch.setattr("swa_jax.cli.options.draw_needles", lambda *_: planted_examples())
-    monkeypatch.setattr("swa_jax.checkpoint.folder.weights_sum", lambda _: "planted")
-    opened = SimpleNamespace(config=model.config, pattern=model.pattern, hf_config={})
-    monkeypatch.setattr("swa_jax.checkpoint.folder.open_checkpoint", lambda _: opened)
+    in_place_of_a_checkpoint(monkeypatch, model, "select", "compare")
 
 
 @pytest.mark.parametrize(

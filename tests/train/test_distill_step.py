@@ -191,15 +191,14 @@ def test_a_layer_of_no_size_has_no_error_without_end():
 # ---- memory ----
 
 
-def temporaries(distill, *, length=256, layers=12, vocabulary=61, remat="none", lora=LORA) -> int:
+def temporaries(distill, *, layers, length=256, vocabulary=61) -> int:
     """Temporary bytes of a compiled step."""
-    config = dataclasses.replace(config_of(distill), lora=lora, remat=remat)
+    config = dataclasses.replace(config_of(distill), lora=LORA, remat="none")
     model_config = dataclasses.replace(SOFTMAX, num_hidden_layers=layers, vocab_size=vocabulary)
     full = make("F" * layers, sliding_window=None)
     student = nnx.eval_shape(lambda: Decoder(model_config, make("w" * layers), rngs=nnx.Rngs(0)))
-    if lora is not None:
-        student = nnx.eval_shape(lambda: with_lora(student, lora, nnx.Rngs(0)))
-    teacher = find_teacher(config, Start(model_config, full, model_config)) if config.teaches else None
+    student = nnx.eval_shape(lambda: with_lora(student, LORA, nnx.Rngs(0)))
+    teacher = find_teacher(config, Start(model_config, full, model_config))
 
     graph, weights = nnx.split(student)
 

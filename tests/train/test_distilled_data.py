@@ -35,10 +35,10 @@ RNG = np.random.default_rng(0)
 LENGTH = 24
 
 
-def write_samples(file, count=12) -> None:
+def write_samples(file) -> None:
     """Random prompts and replies, with a teacher that knows little."""
     with file.open("w") as out:
-        for number in range(count):
+        for number in range(12):
             prompt, reply = RNG.integers(1, 257, 5 + number % 7), RNG.integers(1, 257, 3 + number % 4)
             top = np.stack([RNG.permutation(257)[:K] for _ in reply])
             shares = np.sort(RNG.dirichlet(np.ones(K + 1), len(reply))[:, :K])[:, ::-1]

@@ -144,7 +144,7 @@ def test_what_a_model_cannot_is_said_in_one_sentence(source, settings, tmp_path)
     )
 
 
-def test_selection_in_models_of_dense_and_sparse_layers(tmp_path):
+def test_selection_in_models_of_dense_and_sparse_layers():
     """What goes through the layers one by one takes layers that are alike; whole passes serve any model."""
     hf = {"model_type": "qwen3_moe", **SIZES, **FAMILIES["qwen3_moe"], "use_sliding_window": True}
     model = Decoder(model_config(hf), hf_pattern(hf), rngs=nnx.Rngs(0))

@@ -13,11 +13,11 @@ from swa_jax.train.objectives import SwitchLoss, mean_by_layer, switch_regulariz
 
 
 @functools.cache
-def random_case(batch=2, length=37, size=8, vocabulary=29):
+def random_case(batch=2, length=37):
     keys = jax.random.split(jax.random.key(0), 4)
-    hidden = jax.random.normal(keys[0], (batch, length, size))
-    head = jax.random.normal(keys[1], (size, vocabulary))
-    tokens = jax.random.randint(keys[2], (batch, length), 0, vocabulary)
+    hidden = jax.random.normal(keys[0], (batch, length, 8))
+    head = jax.random.normal(keys[1], (8, 29))
+    tokens = jax.random.randint(keys[2], (batch, length), 0, 29)
     weights = jax.random.uniform(keys[3], (batch, length)) * (jnp.arange(length) % 3 > 0)
     return hidden, head, tokens, weights
 

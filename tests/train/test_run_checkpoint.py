@@ -16,6 +16,7 @@ import pytest
 import swa_jax.train.run_checkpoints
 from swa_jax.base.errors import CheckpointError
 from swa_jax.train.run_checkpoints import MANIFEST_FILE, RunCheckpoints, has_checkpoint
+from swa_jax.train.step import abstract_state
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA_STATE = {"next": 7, "inner": [{"a": [1, 2]}, None]}
@@ -30,10 +31,6 @@ def state_of(seed):
     }
 
 
-def abstract(state):
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-
-
 def assert_is(state, seed):
     jax.tree.map(np.testing.assert_array_equal, state, state_of(seed))
 
@@ -45,8 +42,8 @@ def saved(folder, *steps, keep=10, **options):
     return folder
 
 
-def poll(check, seconds=30):
-    deadline = time.monotonic() + seconds
+def poll(check):
+    deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         check()
         time.sleep(0.01)
@@ -72,20 +69,20 @@ def test_what_was_saved_comes_back(tmp_path):
     with RunCheckpoints(folder, keep=2) as checkpoints:
         assert checkpoints.newest is None
         with pytest.raises(CheckpointError, match="holds no checkpoint"):
-            checkpoints.restore(abstract(state_of(0)))
+            checkpoints.restore(abstract_state(state_of(0)))
         for step in (3, 5, 5):
             checkpoints.save(step, state_of(step), DATA_STATE)
         checkpoints.wait()
         assert checkpoints.newest == 5
-        state, data_state = checkpoints.restore(abstract(state_of(0)))
+        state, data_state = checkpoints.restore(abstract_state(state_of(0)))
         assert_is(state, 5)
         assert data_state == DATA_STATE
     assert has_checkpoint(folder)
     again = RunCheckpoints(folder, keep=2)
     assert again.newest == 5
-    assert_is(again.restore(abstract(state_of(0)), step=3)[0], 3)
+    assert_is(again.restore(abstract_state(state_of(0)), step=3)[0], 3)
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 4; it has \[3, 5\]"):
-        again.restore(abstract(state_of(0)), step=4)
+        again.restore(abstract_state(state_of(0)), step=4)
 
 
 def test_a_donated_state_is_saved_as_it_was(tmp_path):
@@ -94,7 +91,7 @@ def test_a_donated_state_is_saved_as_it_was(tmp_path):
     with RunCheckpoints(tmp_path, keep=3) as checkpoints:
         for step in (1, 2, 3):
             state = {"w": jnp.full((500, 1000), step, jnp.float32)}
-            shape = abstract(state)
+            shape = abstract_state(state)
             checkpoints.save(step, state, None)
             jax.block_until_ready(zero(state))
         for step in (1, 2, 3):
@@ -146,7 +143,7 @@ def test_any_damage_is_named_and_the_run_goes_on_from_the_good_one(tmp_path, cap
             with caplog.at_level(logging.WARNING):
                 checkpoints = RunCheckpoints(tmp_path, keep=2)
             assert checkpoints.newest == 4
-            assert_is(checkpoints.restore(abstract(state_of(0)))[0], 4)
+            assert_is(checkpoints.restore(abstract_state(state_of(0)))[0], 4)
             (sentence,) = caplog.messages
             assert str(file) in sentence
             assert "is damaged" in sentence
@@ -191,7 +188,7 @@ def test_asking_for_a_damaged_step_offers_the_one_before(tmp_path):
         file = files_of(tmp_path / "8")[0]
         flip(file)
         with pytest.raises(CheckpointError, match=f"{file} is damaged.*newest good one before it is of step 4"):
-            checkpoints.restore(abstract(state_of(0)), step=8)
+            checkpoints.restore(abstract_state(state_of(0)), step=8)
 
 
 def test_a_damaged_step_is_saved_again(tmp_path):
@@ -222,7 +219,7 @@ def test_a_damaged_step_is_saved_again(tmp_path):
 def test_a_state_of_another_model_is_refused(tmp_path, change, sentence):
     checkpoints = RunCheckpoints(saved(tmp_path, 4), keep=1)
     with pytest.raises(CheckpointError, match=sentence):
-        checkpoints.restore(abstract(state_of(0) | change))
+        checkpoints.restore(abstract_state(state_of(0) | change))
 
 
 def test_a_failed_save_names_the_step_and_leaves_the_one_before(tmp_path, monkeypatch):

@@ -141,7 +141,7 @@ def order_pairs(
         fresh = 0 if reach.partly[:1] == [0] else None
         packed = None if where.q_segment_ids is None else _packed(call, where, only_plain, shared)
         if not resident:
-            schedule = _folded(call, reach, num_rows, flush, packed)
+            schedule = _folded(reach, num_rows, flush, packed)
             return schedule._replace(fresh=fresh, packed=packed)
         left = tuple(reach.partly) if only_plain else ()
         run_reach = functools.partial(_run_reach, reach._replace(partly=[]) if only_plain else reach, packed)
@@ -310,9 +310,7 @@ def has_default_positions(call: Call, where: Coordinates) -> bool:
     )
 
 
-def _folded(
-    call: Call, reach: "Reach", num_blocks: int, flush: bool, packed: PackedSchedule | None = None
-) -> PairSchedule:
+def _folded(reach: "Reach", num_blocks: int, flush: bool, packed: PackedSchedule | None) -> PairSchedule:
     """A schedule with default positions and a step for each pair."""
     nearest, farthest = reach.nearest, reach.farthest
     folded = farthest == num_blocks - 1

@@ -66,7 +66,6 @@ from pallas_kernels.tpu.tile.tiles import (
 )
 
 _UNIT = 256  # queries of a unit of work, as wide as the widest matrix unit
-_AHEAD = 2
 _VMEM_BYTES = 36 * 2**20  # of dk and dv, and of keys and values if they fit too
 _STEP_BYTES = 7 * 2**20  # of the blocks of a step, for which that leaves room; wider ones take from it
 
@@ -404,7 +403,7 @@ class _Pair:
 
     def run(self) -> None:
         """Adds the pair's share to the gradients."""
-        pipelined(_units(self.call, self.seen, self.crossed), self.products, self.finish, ahead=_AHEAD)
+        pipelined(_units(self.call, self.seen, self.crossed), self.products, self.finish)
 
     def products(self, unit: _Unit) -> tuple[jax.Array, jax.Array]:
         return (

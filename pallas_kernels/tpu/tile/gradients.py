@@ -4,8 +4,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.tpu.tile.tiles import sigmoid_weights
 
+_AHEAD = 2  # units whose products stand before the rest of a unit
 
-def weights_and_slopes(call, s, derivative, dw, lse, delta, seen=None):
+
+def weights_and_slopes(call, s, derivative, dw, lse, delta, seen):
     """The weights w of one tile, and the derivative of the loss by its logits before and after the softcap.
 
     Args:
@@ -25,11 +27,11 @@ def weights_and_slopes(call, s, derivative, dw, lse, delta, seen=None):
     return w, ds, dlogits
 
 
-def pipelined(units, products, finish, ahead=1):
+def pipelined(units, products, finish):
     """The products of the units to come stand before the rest of this one, to keep the matrix unit busy."""
     units = list(units)
-    queue = [products(unit) for unit in units[:ahead]]
+    queue = [products(unit) for unit in units[:_AHEAD]]
     for i, unit in enumerate(units):
-        if i + ahead < len(units):
-            queue.append(products(units[i + ahead]))
+        if i + _AHEAD < len(units):
+            queue.append(products(units[i + _AHEAD]))
         finish(unit, *queue.pop(0))

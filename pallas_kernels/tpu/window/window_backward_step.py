@@ -25,7 +25,6 @@ from pallas_kernels.tpu.tile.tiles import NN, NT, Call, Ref, dot, form_logits, l
 from pallas_kernels.tpu.window.geometry import blocks_back, sink_rows
 
 _UNIT = 256  # queries of a unit of work, as wide as the widest matrix unit
-_AHEAD = 2
 _MOST_UNITS = 80  # of a step's usual code: some 20,000 instruction words on a v6e
 _SINKS = -1
 
@@ -177,7 +176,7 @@ class WindowBackwardBody:
         elif step.writes_sinks:
             for ref in (self.refs.dk_sinks, self.refs.dv_sinks):
                 ref[...] = jnp.zeros_like(ref)
-        pipelined(units, self.products, self.finish, ahead=_AHEAD)
+        pipelined(units, self.products, self.finish)
         self.write_queries()
         if step.group == 1 and self.present > blocks_back(call):  # tiles that the window had passed already
             tile = math.gcd(call.tiles.tile, block)

@@ -85,7 +85,7 @@ def from_hf(hf: HfConfig) -> ModelConfig:
         config,
         embedding_multiplier=config.hidden_size**0.5,
         rope_layers=rope_kinds_of(types),
-        local_rope_theta=read_local_theta(rope_of(hf, WINDOW), 1e4, config.max_position_embeddings),
+        local_rope_theta=read_local_theta(rope_of(hf, WINDOW), config.max_position_embeddings),
         use_double_wide_mlp=config.use_double_wide_mlp and config.num_kv_shared_layers > 0,
         **_heads_of_full_layers(hf, config, types),
     )

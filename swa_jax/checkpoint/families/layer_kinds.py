@@ -56,7 +56,7 @@ def with_layer_kinds(
     """
     shares = {kind: {"partial_rotary_factor": rope["partial_rotary_factor"]} for kind, rope in ropes.items()}
     own, context = {"rope_parameters": ropes[WINDOW]}, config.max_position_embeddings
-    theta = read_local_theta(own, 10000.0, context, ropes[WINDOW]["partial_rotary_factor"])
+    theta = read_local_theta(own, context, ropes[WINDOW]["partial_rotary_factor"])
     if WINDOW not in types:
         return dataclasses.replace(config, **full, **shares[FULL])
     fields = {**windowed, **shares[WINDOW]}

@@ -187,15 +187,13 @@ def rope_kinds_of(types: Sequence[str]) -> tuple[RopeKind, ...]:
     return tuple("local" if kind == WINDOW else "global" for kind in types)
 
 
-def read_local_theta(
-    hf: HfConfig, default_theta: float, max_positions: int, partial_rotary_factor: float = 1.0
-) -> float:
-    """theta of the RoPE of windowed layers.
+def read_local_theta(hf: HfConfig, max_positions: int, partial_rotary_factor: float = 1.0) -> float:
+    """theta of the RoPE of windowed layers, 10,000 where it is not said.
 
     Raises:
       ConfigError: it is scaled, which no local RoPE is here.
     """
-    theta, scaling = read_rope(hf, default_theta, max_positions, partial_rotary_factor)
+    theta, scaling = read_rope(hf, 10000.0, max_positions, partial_rotary_factor)
     if scaling is not None:
         raise ConfigError(
             f"config.json: rope_parameters.{WINDOW}.rope_type '{scaling.rope_type}' is not supported; supported: "
