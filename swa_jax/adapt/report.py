@@ -42,12 +42,12 @@ def write_report(job: Adaptation, results: StageResults) -> Path:
     title = f"{job.source.name}, adapted" + (f" for {_called(job.settings.server)}" if job.settings.server else "")
     body = [
         html.heading(title, 1),
-        html.paragraph(" ".join(_sentences(job, results)), "lead"),
+        html.paragraph(" ".join(sentences(job, results)), "lead"),
         html.cards(_cards(job, results)),
         *_verdicts(job.tasks.measuring, found["adapted"]["compared"]),
-        *_memory(job, found["efficiency"], pattern, row),
+        *_memory(job, results),
         *_serving(job, found["export"], found.get("canary")),
-        *_quality(job.tasks.measuring, found["adapted"], found["tune"]),
+        *_quality(job, results),
         *_chosen(pattern, row),
         *_speed(found["efficiency"], sum(results.seconds.values())),
         *_tried(job, found["search"]),
@@ -60,16 +60,19 @@ def write_report(job: Adaptation, results: StageResults) -> Path:
 
 def summary(job: Adaptation, results: StageResults, report: Path) -> str:
     """A few lines for the terminal."""
-    lines = _sentences(job, results)
+    lines = sentences(job, results)
     if command := results.found["export"].get("command"):
-        lines += [f"Start it with: {command}", *(f"Check it with: {check}" for check in _check_command(job))]
+        lines += [
+            f"Start it with: {command}",
+            *(f"Check it with: {check}" for check in check_command(job, job.export_folder)),
+        ]
     return "\n".join([*lines, f"Pattern: {job.settings.out / 'pattern.json'}", f"Report: {report}"])
 
 
 # ---- in words ----
 
 
-def _sentences(job: Adaptation, results: StageResults) -> list[str]:
+def sentences(job: Adaptation, results: StageResults) -> list[str]:
     row, rows = results.best, results.found["adapted"]["compared"]
     worse = [one for one in rows if verdict(one)[1] == "bad"]
     names = {task.name: task.title.lower() for task in job.tasks.measuring}
@@ -184,30 +187,42 @@ def _chosen(pattern: AttentionPattern, row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _quality(tasks: Sequence[EvalTask], adapted: Mapping[str, Any], tune: Mapping[str, Any]) -> list[str]:
-    rows, windows = adapted["compared"], adapted["windows"]
-    titles = {task.name: task.title for task in tasks}
-    cells, kinds = [], []
-    for row in rows:
+def quality_cells(job: Adaptation, results: StageResults) -> list[list[str]]:
+    """A row for each figure of each task: task, verdict, original, adapted, difference, examples."""
+    titles, cells = {task.name: task.title for task in job.tasks.measuring}, []
+    for row in results.found["adapted"]["compared"]:
         percent = row["figure"] == "right"
-        words, kind = verdict(row)
-        kinds.append(kind)
         figures = [_interval(row[who], percent) for who in ("original", "adapted")]
         figures += [_interval(row["difference"], percent, signed=True), str(row["n"])]
-        cells.append([f"{titles[row['task']]}\n{FIGURES[row['figure']]}", words, *figures])
+        cells.append([f"{titles[row['task']]}\n{FIGURES[row['figure']]}", verdict(row)[0], *figures])
+    return cells
+
+
+def tuned(tune: Mapping[str, Any]) -> str:
+    """What was trained, to stand after "It was" or "were"; nothing where nothing was."""
     drawn = f", on {tune['replies']} replies of the original model" if tune.get("replies") else ""
-    tuned = f" It was fine-tuned by LoRA for {tune['steps']} steps{drawn}." if tune else ""
+    return f"fine-tuned by LoRA for {tune['steps']} steps{drawn}" if tune else ""
+
+
+def _quality(job: Adaptation, results: StageResults) -> list[str]:
+    adapted, words = results.found["adapted"], tuned(results.found["tune"])
+    it_was = f" It was {words}." if words else ""
     return [
         html.heading("Quality in detail"),
         html.paragraph(
-            f"Both models answered the same examples. The search did not use these.{tuned} In brackets: 95 % "
+            f"Both models answered the same examples. The search did not use these.{it_was} In brackets: 95 % "
             "intervals. The difference is taken example by example, so its interval is narrower than the two beside "
             "it. “No clear difference” means that this interval contains 0."
         ),
         html.table(
-            ["Task", "Verdict", "Original", "Adapted", "Difference", "Examples"], cells, text_columns=2, kinds=kinds
+            ["Task", "Verdict", "Original", "Adapted", "Difference", "Examples"],
+            quality_cells(job, results),
+            text_columns=2,
+            kinds=[verdict(row)[1] for row in adapted["compared"]],
         ),
-        html.bullets([f"{task.title}: {task.about}{_plain(windows.get(task.name))}" for task in tasks]),
+        html.bullets(
+            [f"{task.title}: {task.about}{_plain(adapted['windows'].get(task.name))}" for task in job.tasks.measuring]
+        ),
     ]
 
 
@@ -234,26 +249,27 @@ def _signed(value: float, digits: int = 3) -> str:
     return text[1:] if float(text) == 0 else text.replace("-", "\N{MINUS SIGN}")
 
 
-def _memory(
-    job: Adaptation, efficiency: Mapping[str, Any], pattern: AttentionPattern, row: Mapping[str, Any]
-) -> list[str]:
-    memory, figures = job.memory, efficiency["figures"]
-    full = pattern.opened
+def memory_cells(job: Adaptation, results: StageResults) -> list[list[str]]:
+    """The cache of one sequence, a row for each way to count it: where, with full attention, adapted, the share."""
+    memory, efficiency, pattern = job.memory, results.found["efficiency"], results.pattern
     counted: list[tuple[str, float, float]] = [
-        (f"{_place(job)}\n{memory.length} tokens, 2 bytes a number", memory.full, row["bytes"])
+        (f"{_place(job)}\n{memory.length} tokens, 2 bytes a number", memory.full, results.best["bytes"])
     ]
     if memory.server is not None:
-        before, after = (cache_bytes(memory.config, one, 1, memory.length, 2) for one in (full, pattern))
+        before, after = (cache_bytes(memory.config, one, 1, memory.length, 2) for one in (pattern.opened, pattern))
         counted.append((f"this library\n{memory.length} tokens, 2 bytes a number", before, after))
     tokens = efficiency["prompt_tokens"] + efficiency["new_tokens"]
-    before, after = (figures[name]["kv_cache_bytes"] for name in ("original", "adapted"))
+    before, after = (efficiency["figures"][name]["kv_cache_bytes"] for name in ("original", "adapted"))
     about = f"this library, measured\na request of {tokens} tokens, {job.dtype}; first column: the original"
     counted.append((about, before, after))
-    cells = [
+    return [
         [where, f"{before / MEGABYTE:.2f} MiB", f"{after / MEGABYTE:.2f} MiB", f"{after / before:.1%}"]
         for where, before, after in counted
     ]
-    note = []
+
+
+def _memory(job: Adaptation, results: StageResults) -> list[str]:
+    memory, note = job.memory, []
     if memory.server is not None and memory.batched_tokens is not None:
         server = SERVERS[memory.server]
         about = (
@@ -264,7 +280,7 @@ def _memory(
         note.append(html.paragraph(about))
     return [
         html.heading("Memory: the key/value cache of one sequence"),
-        html.table(["Where", "Full attention", "Adapted", "Share"], cells),
+        html.table(["Where", "Full attention", "Adapted", "Share"], memory_cells(job, results)),
         *note,
     ]
 
@@ -388,7 +404,7 @@ def _serving(job: Adaptation, export: Mapping[str, Any], canary: Mapping[str, An
             folder = str(job.export_folder)
             lines = ["import transformers", f"model = transformers.AutoModelForCausalLM.from_pretrained({folder!r})"]
             pieces.append(html.code(lines))
-        if command := _check_command(job):
+        if command := check_command(job, job.export_folder):
             after = "It prints one sentence, and ends with status 0 (right), 1 (wrong) or 2 (it cannot tell)."
             pieces += [
                 html.paragraph("Then check that the server computes this model and not something else:"),
@@ -399,16 +415,17 @@ def _serving(job: Adaptation, export: Mapping[str, Any], canary: Mapping[str, An
     return [*pieces, html.paragraph("With this library:"), html.code(here)]
 
 
-def _check_command(job: Adaptation) -> list[str]:
-    """The command that compares a running server with the export's receipt; none where there is no receipt."""
-    if job.export_folder is None or not (script := job.export_folder / SCRIPT.name).exists():
+def check_command(job: Adaptation, folder: Path | None) -> list[str]:
+    """The command that compares a running server with the receipt of the export, which lies in `folder`; none where
+    there is no receipt."""
+    if folder is None or job.export_folder is None or not (job.export_folder / SCRIPT.name).exists():
         return []
     where = "--transformers"
     if (server := SERVERS.get(job.settings.server or "")) is not None:
         if server.port is None:
             return []
         where = f"--url http://localhost:{server.port}"
-    return [f"python {shlex.quote(str(script))} {where}"]
+    return [f"python {shlex.quote(str(folder / SCRIPT.name))} {where}"]
 
 
 def _receipt(job: Adaptation, canary: Mapping[str, Any] | None) -> str:

@@ -159,6 +159,7 @@ def adapt(
 
 
 def carry_out_and_report(options: AdaptOptions) -> None:
+    from swa_jax.adapt.card import write_card
     from swa_jax.adapt.job import prepare
     from swa_jax.adapt.report import summary, write_report
     from swa_jax.adapt.stages import carry_out
@@ -169,6 +170,7 @@ def carry_out_and_report(options: AdaptOptions) -> None:
     job = prepare(options)
     results = carry_out(job, say, lambda found: say(f"Report: {write_report(job, found)}"))
     report = write_report(job, results)  # again, with the receipt
+    write_card(job, results)
     typer.echo(summary(job, results, report))
 
 

@@ -1,11 +1,14 @@
 """The report of `swa-jax adapt` says what was found, in words that fit it."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
 
 import pytest
+import yaml
 
+from swa_jax.adapt.card import write_card
 from swa_jax.adapt.job import STAGES, AdaptOptions, prepare
 from swa_jax.adapt.report import _candidate, _pattern_words, _signed, summary, verdict, write_report
 from swa_jax.adapt.search import Point, _title
@@ -101,6 +104,30 @@ def test_no_loss_beyond_chance_and_the_requests_that_earn_it_back(job):
     assert page.count(">Task<") == 2
     assert "The receipt to check a server by (canary.json) is not finished." in page
     assert "check_server.py" not in page + text, "it is not there yet"
+
+
+@pytest.mark.parametrize(("given", "base"), [("owner/model", "owner/model"), ("folder/model.gguf", None)])
+def test_the_card_of_an_export_says_what_it_is_and_what_it_lost(job, tmp_path, monkeypatch, given, base):
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("folder/model.gguf").touch()
+    job = dataclasses.replace(job, settings=dataclasses.replace(job.settings, model=given))
+    job.export_folder.mkdir(parents=True)
+    (job.export_folder / "check_server.py").touch()
+    compared = [row("right", [-0.2, -0.3, -0.1], "needles-1"), row("losses", [0.3, 0.1, 0.5])]
+    write_card(job, results_of(job.folder, compared=compared, tune={"steps": 7}))
+    _, head, card = (job.export_folder / "README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(head) == {"tags": ["sliding-window-attention"]} | ({"base_model": base} if base else {})
+    assert card.startswith(f"\n# {base or 'model.gguf'} with sliding windows\n\nLayer 5 of 8 keeps full attention;")
+    assert f"The weights are those of {base or 'model.gguf'}, fine-tuned by LoRA for 7 steps. Its license holds" in card
+    serve, check = card.split("```sh\n")[1].splitlines()[:2]
+    assert serve.startswith("vllm serve . --max-model-len 256 ")
+    assert check == "python check_server.py --url http://localhost:8000"
+    assert "| One number hidden, answers right | 50 % [40, 60] | 50 % [40, 60] | −20 " in card
+    assert "| Plain text, loss, nats a token | 0.500 [0.400, 0.600] | 0.500 [0.400, 0.600] | +0.300 " in card
+    assert card.count("| 8 |") == 2
+    assert "| vLLM, 256 tokens, 2 bytes a number |" in card
+    assert f"```sh\nswa-jax adapt {given} {tmp_path} --kv-budget 0.4 --for vllm" in card
 
 
 def test_what_is_worse_is_said_first(job):
