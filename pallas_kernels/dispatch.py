@@ -97,7 +97,7 @@ def xla_blocks(request: Request) -> tuple[int, int]:
     if request.op == "decode_attention":
         return request.q_length, request.kv_length
     heads = request.heads // (request.kv_heads if "full_heads" in request.given else 1)
-    return xla.attention_blocks(request.batch * heads, request.spec.window, request.q_length, request.kv_length)
+    return xla.attention_blocks(heads, request.spec.window, request.q_length, request.kv_length)
 
 
 def describe(found: Dispatched) -> list[str]:

@@ -26,6 +26,7 @@ their logits together: a cache is read once.
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -39,6 +40,8 @@ from pallas_kernels.math.nonfinite import finite, nan_marks
 from pallas_kernels.math.ring import Ring, attend_to_all, gradients_of_all
 from pallas_kernels.math.schedule import Schedule, schedule_pairs
 from pallas_kernels.math.spec import AttentionSpec, Coordinates, PerHead, visible
+
+_CACHE = 2**19  # logits, of a CPU's core
 
 
 def attention(
@@ -137,6 +140,7 @@ class _XlaStatic:
     q_block: int
     kv_block: int
     ring: Ring | None = None
+    together: int = 1  # sequences of a batch in one pass of the loops
     outside: bool = False  # attend to what `spec` does *not* see of the keys that full attention would
 
     @classmethod
@@ -144,18 +148,27 @@ class _XlaStatic:
         batch, q_length, heads, _ = q.shape
         if full_heads is not None:
             heads //= full_heads.shape[0]
-        return cls(spec, *attention_blocks(batch * heads, spec.window, q_length, k.shape[1]), ring)
+        blocks = attention_blocks(heads, spec.window, q_length, k.shape[1])
+        apart = ring is None and platform() == "cpu"
+        return cls(spec, *blocks, ring, _sequences_abreast(batch, heads * math.prod(blocks)) if apart else batch)
 
 
-def attention_blocks(rows: int, window: int | None, q_length: int, kv_length: int) -> tuple[int, int]:
-    """Tokens of the blocks of queries and keys, for tiles of `rows` (batch times heads) logits matrices.
+def _sequences_abreast(batch: int, tile: int) -> int:
+    """Sequences of a batch that a CPU works on at once, each with tiles of so many logits: what its caches hold."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    most = cores * max(1, _CACHE // tile)
+    return max(n for n in range(1, min(most, batch) + 1) if batch % n == 0)
+
+
+def attention_blocks(heads: int, window: int | None, q_length: int, kv_length: int) -> tuple[int, int]:
+    """Tokens of the blocks of queries and keys, for tiles of so many heads.
 
     On a CPU a tile of logits should stay in the cache: about 2 MB in float32. Blocks much longer than a quarter of
     the window compute too much outside it; very short ones leave the matmuls too little to do.
     """
     largest = 512
     if platform() == "cpu":
-        largest = math.isqrt(2**19 // rows)
+        largest = math.isqrt(_CACHE // heads)
     if window is not None:
         largest = min(largest, max(64, window // 4))
     block = 2 ** max(5, min(9, largest.bit_length() - 1))
@@ -167,7 +180,7 @@ def _by_kv_head(q, k, v, per_head: PerHead, where: Coordinates, static: _XlaStat
     bias, full_heads = PerHead(per_head.alibi_slopes, per_head.sigmoid_bias), per_head.full_heads
     q, k, v, bias, where, full_heads = parts.vary_alike((q, k, v, bias, where, full_heads))
     if full_heads is None:
-        return _flash(static, _XlaOperands(q, k, v, bias, where))
+        return _of_sequences(static, _XlaOperands(q, k, v, bias, where))
 
     kv_heads = k.shape[2]
 
@@ -178,12 +191,27 @@ def _by_kv_head(q, k, v, per_head: PerHead, where: Coordinates, static: _XlaStat
         q, k, v, bias, full = args
         rows = jnp.broadcast_to(full, where.q_pos.shape)
         rows = rows if where.full_rows is None else rows | where.full_rows
-        return _flash(static, _XlaOperands(q, k, v, bias, where._replace(full_rows=rows)))
+        return _of_sequences(static, _XlaOperands(q, k, v, bias, where._replace(full_rows=rows)))
 
     bias = jax.tree.map(lambda x: split(x, 0), bias)
     out, lse = lax.map(one_head, (split(q, 2), split(k, 2), split(v, 2), bias, full_heads))
     # [K, B, T, G, ...] -> [B, T, H, ...]
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2).reshape(*q.shape[:3], *x.shape[4:]), (out, lse))
+
+
+def _of_sequences(static: _XlaStatic, x: _XlaOperands):
+    """The core, for `static.together` sequences of the batch after the other."""
+    batch, together = len(x.q), static.together
+    if together == batch:
+        return _flash(static, x)
+    own = {name: one for name, one in x.where._asdict().items() if one is not None and len(one) == batch}
+
+    def some(args):
+        q, k, v, own = args
+        return _flash(static, _XlaOperands(q, k, v, x.bias, x.where._replace(**own)))
+
+    groups = jax.tree.map(lambda x: x.reshape(-1, together, *x.shape[1:]), (x.q, x.k, x.v, own))
+    return jax.tree.map(lambda x: x.reshape(batch, *x.shape[2:]), lax.map(some, groups))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

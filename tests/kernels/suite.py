@@ -5,6 +5,7 @@ A new implementation joins by a line in `IMPLEMENTATIONS`; every test here then 
 
 import dataclasses
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +35,10 @@ class Implementation:
     def install(self, monkeypatch) -> "Implementation":
         if self.name == "xla" and self.block is not None:
             monkeypatch.setattr(
-                xla, "attention_blocks", lambda rows, window, *lengths: [min(self.block, n) for n in lengths]
+                xla, "attention_blocks", lambda heads, window, *lengths: [min(self.block, n) for n in lengths]
             )
+            monkeypatch.setattr(xla, "_CACHE", 1)  # so that a batch is more than its cores work on at once
+            monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
         if self.name == "tpu" and self.block is not None:
             tiles = blocks.Tiles(self.block, self.block, strip=self.block // 2, tile=self.block // 2)
             monkeypatch.setattr(launches, "choose_tiles", lambda *_, **__: tiles)
