@@ -19,15 +19,13 @@ from swa_jax.checkpoint.safetensors_files import DTYPES, Parts, TensorReader, re
 from swa_jax.checkpoint.tensor_names import joined_parts
 from swa_jax.model.pattern import AttentionPattern
 
-_UNSUPPORTED = (  # settings of adapters that are no plain LoRA
-    "use_dora",
-    "fan_in_fan_out",
-    "lora_bias",
-    "use_qalora",
-    "use_bdlora",
-    "layer_replication",
-    "alora_invocation_tokens",
-)
+# Settings that change nothing beside plain LoRA, or are checked below; PEFT's others change what W or its change is.
+_KNOWN = """
+alpha_pattern auto_mapping base_model_name_or_path bias ensure_weight_tying eva_config exclude_modules inference_mode
+init_lora_weights layers_pattern layers_to_transform lora_alpha lora_dropout megatron_core modules_to_save peft_type
+peft_version qalora_group_size r rank_pattern revision target_modules task_type use_rslora velora_config
+"""
+_INITS = ("gaussian", "eva", "orthogonal", "mica")  # they leave W as it is
 _FACTOR = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
 
 
@@ -84,9 +82,15 @@ def _check(adapter: Path, settings: dict[str, Any]) -> None:
     file = adapter / ADAPTER_CONFIG
     if settings.get("peft_type") != "LORA":
         raise ConfigError(f"{file}: peft_type is {settings.get('peft_type')!r}; supported: LORA")
-    for key in _UNSUPPORTED:
-        if settings.get(key):
-            raise ConfigError(f"{file}: {key} is set, which is not supported; supported: plain LoRA")
+    for key, value in settings.items():
+        if value and key not in _KNOWN.split():
+            raise ConfigError(f"{file}: {key:.40} is set, which is not supported; supported: plain LoRA")
+    if (init := settings.get("init_lora_weights")) not in (None, True, False, *_INITS):
+        raise ConfigError(
+            f"{file}: init_lora_weights is {init!r:.40}, which may change the base's own weights; supported: true, "
+            f"false, null, {', '.join(_INITS)}: save the adapters as plain LoRA (save_pretrained of PEFT with "
+            "path_initial_model_for_weight_conversion)"
+        )
     if settings.get("bias", "none") != "none":
         raise ConfigError(f"{file}: bias is {settings['bias']!r}; supported: 'none'")
     if not (adapter / ADAPTER_WEIGHTS).is_file():

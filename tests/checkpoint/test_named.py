@@ -147,6 +147,8 @@ QUERY = "base_model.model.model.layers.0.self_attn.q_proj"
     [
         ({"peft_type": "IA3"}, None, "peft_type is 'IA3'; supported: LORA"),
         ({"use_dora": True}, None, "use_dora is set, which is not supported"),
+        ({"a_setting_of_later": {"a": 1}}, None, "a_setting_of_later is set, which is not supported"),
+        ({"init_lora_weights": "pissa"}, None, "init_lora_weights is 'pissa', which may change the base's own weights"),
         ({"bias": "all"}, None, "bias is 'all'; supported: 'none'"),
         ({"lora_alpha": "much"}, None, "lora_alpha must be a number, got 'much'"),
         ({"base_model_name_or_path": None}, None, "has no base_model_name_or_path"),
