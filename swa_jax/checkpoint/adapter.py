@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable
@@ -12,8 +13,10 @@ import numpy as np
 
 from swa_jax.base.errors import CheckpointError, ConfigError
 from swa_jax.base.files import check_destination, read_json
+from swa_jax.checkpoint.companions import check_companions
 from swa_jax.checkpoint.families.pattern_files import load_pattern
-from swa_jax.checkpoint.folder import PATTERN_FILE, Checkpoint, read_companions, write_checkpoint
+from swa_jax.checkpoint.finite import check_finite
+from swa_jax.checkpoint.folder import CONFIG_FILE, PATTERN_FILE, Checkpoint, read_companions, write_checkpoint
 from swa_jax.checkpoint.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
 from swa_jax.checkpoint.safetensors_files import DTYPES, Parts, TensorReader, read_header
 from swa_jax.checkpoint.tensor_names import joined_parts
@@ -45,15 +48,17 @@ def merge_adapter(
     Args:
       adapter: a folder with `adapter_config.json` and `adapter_model.safetensors`. Its tokenizer's files, if it has
         any, come in place of the base's.
-      describe: called with a line before anything is written.
+      describe: called with what a user should know, before anything is written.
       pattern: as for `import_model`; None: the adapter's own `pattern.json`, or else the base's.
 
     Returns:
       The destination.
 
     Raises:
-      ConfigError: adapters of another kind than LoRA of matrices, or a pattern that does not fit the model.
-      CheckpointError: a file that is missing or damaged, tensors that do not fit the base, a destination in use.
+      ConfigError: adapters of another kind than LoRA of matrices, a pattern that does not fit the model, or a tokenizer
+        that cannot be read.
+      CheckpointError: a file that is missing or damaged, tensors that do not fit the base, merged weights that are no
+        numbers, a destination in use.
     """
     destination = check_destination(destination)
     settings = read_json(adapter / ADAPTER_CONFIG)
@@ -71,9 +76,16 @@ def merge_adapter(
                 whole = change if a is None else whole.astype(np.float32) + scale * change
             yield name, whole.astype(base.tensors[name][0])
 
-    describe(f"merging {adapter} and {base.folder} into {destination}")
-    companions = read_companions(base.folder) | read_companions(adapter)
-    write_checkpoint(destination, base.hf_config, chosen, base.tensors, read, companions=companions)
+    def check(name: str, part: np.ndarray) -> None:
+        check_finite(part, name, f"{adapter}, merged onto {base.folder},")
+
+    own_files = read_companions(adapter)
+    companions = read_companions(base.folder) | own_files
+    files = companions | {CONFIG_FILE: json.dumps(base.hf_config).encode()}
+    notes = check_companions(adapter if own_files else base.folder, files, base.config.vocab_size)
+    for note in (f"merging {adapter} and {base.folder} into {destination}", *notes):
+        describe(note)
+    write_checkpoint(destination, base.hf_config, chosen, base.tensors, read, companions=companions, check=check)
     return destination
 
 

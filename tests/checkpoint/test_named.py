@@ -155,6 +155,7 @@ QUERY = "base_model.model.model.layers.0.self_attn.q_proj"
         ({"base_model_name_or_path": "nowhere"}, None, "the base of .* nowhere is no model"),
         ({"base_model_name_or_path": "tests/golden/llama-plain"}, None, "which do not fit the base's"),
         ({}, lambda found: {}, "holds no adapters"),
+        ({}, lambda found: found | {f"{QUERY}.lora_B.weight": np.full((96, 4), np.nan, np.float32)}, "NaN or infinity"),
         ({}, lambda found: found | {f"{QUERY}.lora_B.weight": np.ones((7, 4), np.float32)}, "q_proj has A .* and B"),
         ({}, lambda found: {n: t for n, t in found.items() if n != f"{QUERY}.lora_A.weight"}, r"q_proj \(B\)"),
         ({}, lambda found: found | {f"{QUERY}.lora_magnitude_vector": np.ones(9, np.float32)}, "lora_magnitude_vector"),
@@ -167,3 +168,10 @@ def test_adapters_that_cannot_be_merged_are_one_sentence(settings, tensors, sent
         model_folder(folder)
     models = tmp_path / "ours" / "models"
     assert not list(models.glob("adapter-*"))
+
+
+def test_a_tokenizer_beside_adapters_is_checked(tmp_path):
+    folder = damaged(tmp_path)
+    (folder / "tokenizer.json").write_text("{broken")
+    with pytest.raises(ConfigError, match=f"{folder}/tokenizer.json .*fetch the file again"):
+        model_folder(folder)
