@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -14,12 +15,14 @@ import numpy as np
 from swa_jax.base.errors import CheckpointError, ConfigError
 from swa_jax.base.files import check_destination, read_json
 from swa_jax.checkpoint.companions import check_companions
+from swa_jax.checkpoint.families import model_config
 from swa_jax.checkpoint.families.pattern_files import load_pattern
 from swa_jax.checkpoint.finite import check_finite
 from swa_jax.checkpoint.folder import CONFIG_FILE, PATTERN_FILE, Checkpoint, read_companions, write_checkpoint
 from swa_jax.checkpoint.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
 from swa_jax.checkpoint.safetensors_files import DTYPES, Parts, TensorReader, read_header
 from swa_jax.checkpoint.tensor_names import joined_parts
+from swa_jax.model.parameters import EMBEDDING, HEAD
 from swa_jax.model.pattern import AttentionPattern
 
 # Settings that change nothing beside plain LoRA, or are checked below; PEFT's others change what W or its change is.
@@ -63,7 +66,9 @@ def merge_adapter(
     destination = check_destination(destination)
     settings = read_json(adapter / ADAPTER_CONFIG)
     _check(adapter, settings)
-    changes = _changes(adapter, base, settings)
+    found = _read(adapter / ADAPTER_WEIGHTS)
+    base = _untied(base, found, settings)
+    changes = _changes(adapter, base, found, settings)
     if pattern is None and (own := adapter / PATTERN_FILE).is_file():
         pattern = own
     chosen = base.pattern if pattern is None else load_pattern(pattern, base.config)
@@ -109,13 +114,11 @@ def _check(adapter: Path, settings: dict[str, Any]) -> None:
         raise CheckpointError(f"{adapter} holds no {ADAPTER_WEIGHTS}: save the adapters as safetensors")
 
 
-type Change = tuple[float, np.ndarray, np.ndarray | None]  # s, B and A; or a whole matrix in place of B
+type Adapters = dict[str, dict[str, np.ndarray]]  # by module: "A" and "B", or "W", a matrix that was trained whole
 
 
-def _changes(adapter: Path, base: Checkpoint, settings: dict[str, Any]) -> dict[str, Change]:
-    """What becomes of the base's tensors, by their names."""
-    file = adapter / ADAPTER_WEIGHTS
-    found: dict[str, dict[str, np.ndarray]] = {}
+def _read(file: Path) -> Adapters:
+    found: Adapters = {}
     with TensorReader() as reader:
         for name, stored in read_header(file).items():
             if stored.dtype not in DTYPES:
@@ -123,6 +126,26 @@ def _changes(adapter: Path, base: Checkpoint, settings: dict[str, Any]) -> dict[
             factor = _FACTOR.fullmatch(name)
             module, part = factor.groups() if factor else (name.removesuffix(".weight"), "W")
             found.setdefault(module.removeprefix(PREFIX), {})[part] = reader.whole(stored)
+    return found
+
+
+def _untied(base: Checkpoint, found: Adapters, settings: dict[str, Any]) -> Checkpoint:
+    """The base with an output matrix of its own where adapters change one of two that are tied: PEFT copies what it
+    wraps, so that the other one stays as it was."""
+    embedding = EMBEDDING.removesuffix(".weight") in found and not settings.get("ensure_weight_tying")
+    if not base.config.tie_word_embeddings or not (embedding or HEAD.removesuffix(".weight") in found):
+        return base
+    hf = {**base.hf_config, "tie_word_embeddings": False}
+    stored = {**base.stored, HEAD: base.stored[EMBEDDING]}
+    return dataclasses.replace(base, hf_config=hf, config=model_config(hf), stored=stored)
+
+
+type Change = tuple[float, np.ndarray, np.ndarray | None]  # s, B and A; or a whole matrix in place of B
+
+
+def _changes(adapter: Path, base: Checkpoint, found: Adapters, settings: dict[str, Any]) -> dict[str, Change]:
+    """What becomes of the base's tensors, by their names."""
+    file = adapter / ADAPTER_WEIGHTS
     joined, changes = joined_parts(base.config), {}
     for module, parts in found.items():
         name = f"{module}.weight"

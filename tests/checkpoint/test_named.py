@@ -170,6 +170,22 @@ def test_adapters_that_cannot_be_merged_are_one_sentence(settings, tensors, sent
     assert not list(models.glob("adapter-*"))
 
 
+@pytest.mark.parametrize("modules", [("lm_head",), ("model.embed_tokens",), ("model.embed_tokens", "lm_head")])
+@pytest.mark.parametrize("tying", [False, True])
+def test_one_of_two_tied_matrices_that_was_trained_whole_leaves_the_other(modules, tying, tmp_path):
+    """What PEFT 0.21 computed after `modules_to_save`, on qwen3-hybrid, to 2e-5."""
+    old = contents(model_folder("tests/golden/qwen3-hybrid"))["model.embed_tokens.weight"]
+    rng = np.random.default_rng(0)
+    new = {f"{module}.weight": rng.normal(size=old.shape).astype(np.float32) for module in modules}
+    wrapped = {f"base_model.model.{name}": matrix for name, matrix in new.items()}
+    merged = contents(model_folder(damaged(tmp_path, {"ensure_weight_tying": tying}, lambda found: found | wrapped)))
+    np.testing.assert_array_equal(merged["model.embed_tokens.weight"], new.get("model.embed_tokens.weight", old))
+    tied = tying and modules == ("model.embed_tokens",)
+    assert ("lm_head.weight" in merged) == (not tied)
+    if not tied:
+        np.testing.assert_array_equal(merged["lm_head.weight"], new.get("lm_head.weight", old))
+
+
 def test_a_tokenizer_beside_adapters_is_checked(tmp_path):
     folder = damaged(tmp_path)
     (folder / "tokenizer.json").write_text("{broken")
