@@ -22,6 +22,7 @@ from swa_jax.checkpoint.folder import CONFIG_FILE, PATTERN_FILE, Checkpoint, rea
 from swa_jax.checkpoint.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
 from swa_jax.checkpoint.safetensors_files import DTYPES, Parts, TensorReader, read_header
 from swa_jax.checkpoint.tensor_names import joined_parts
+from swa_jax.checkpoint.text_part import part_name, text_name
 from swa_jax.model.parameters import EMBEDDING, HEAD
 from swa_jax.model.pattern import AttentionPattern
 
@@ -67,8 +68,9 @@ def merge_adapter(
     settings = read_json(adapter / ADAPTER_CONFIG)
     _check(adapter, settings)
     found = _read(adapter / ADAPTER_WEIGHTS)
-    base = _untied(base, found, settings)
-    changes = _changes(adapter, base, found, settings)
+    names = _own_names(found)
+    base = _untied(base, names, settings)
+    changes = _changes(adapter, base, found, names, settings)
     if pattern is None and (own := adapter / PATTERN_FILE).is_file():
         pattern = own
     chosen = base.pattern if pattern is None else load_pattern(pattern, base.config)
@@ -88,6 +90,8 @@ def merge_adapter(
     companions = read_companions(base.folder) | own_files
     files = companions | {CONFIG_FILE: json.dumps(base.hf_config).encode()}
     notes = check_companions(adapter if own_files else base.folder, files, base.config.vocab_size)
+    if left_out := sorted({part_name(module) for module in found if module not in names}):
+        notes.append(f"only the adapters of the language model are merged; left out: {', '.join(left_out)}")
     for note in (f"merging {adapter} and {base.folder} into {destination}", *notes):
         describe(note)
     write_checkpoint(destination, base.hf_config, chosen, base.tensors, read, companions=companions, check=check)
@@ -129,11 +133,18 @@ def _read(file: Path) -> Adapters:
     return found
 
 
-def _untied(base: Checkpoint, found: Adapters, settings: dict[str, Any]) -> Checkpoint:
+def _own_names(found: Adapters) -> dict[str, str]:
+    """The base's matrix of each module; of a whole model's modules, those of its language model."""
+    plain = {module: f"{module}.weight" for module in found}
+    inside = {module: own for module, name in plain.items() if (own := text_name(name)) is not None}
+    return plain if inside.items() <= plain.items() else inside
+
+
+def _untied(base: Checkpoint, names: dict[str, str], settings: dict[str, Any]) -> Checkpoint:
     """The base with an output matrix of its own where adapters change one of two that are tied: PEFT copies what it
     wraps, so that the other one stays as it was."""
-    embedding = EMBEDDING.removesuffix(".weight") in found and not settings.get("ensure_weight_tying")
-    if not base.config.tie_word_embeddings or not (embedding or HEAD.removesuffix(".weight") in found):
+    embedding = EMBEDDING in names.values() and not settings.get("ensure_weight_tying")
+    if not base.config.tie_word_embeddings or not (embedding or HEAD in names.values()):
         return base
     hf = {**base.hf_config, "tie_word_embeddings": False}
     stored = {**base.stored, HEAD: base.stored[EMBEDDING]}
@@ -143,12 +154,14 @@ def _untied(base: Checkpoint, found: Adapters, settings: dict[str, Any]) -> Chec
 type Change = tuple[float, np.ndarray, np.ndarray | None]  # s, B and A; or a whole matrix in place of B
 
 
-def _changes(adapter: Path, base: Checkpoint, found: Adapters, settings: dict[str, Any]) -> dict[str, Change]:
+def _changes(
+    adapter: Path, base: Checkpoint, found: Adapters, names: dict[str, str], settings: dict[str, Any]
+) -> dict[str, Change]:
     """What becomes of the base's tensors, by their names."""
     file = adapter / ADAPTER_WEIGHTS
     joined, changes = joined_parts(base.config), {}
-    for module, parts in found.items():
-        name = f"{module}.weight"
+    for module, name in names.items():
+        parts = found[module]
         rows = [(part.name, part.shape) for part in joined.get(name, ())]
         rows = rows or ([(name, base.tensors[name][1])] if name in base.tensors else [])
         if not rows or set(parts) not in ({"A", "B"}, {"W"}):

@@ -186,6 +186,24 @@ def test_one_of_two_tied_matrices_that_was_trained_whole_leaves_the_other(module
         np.testing.assert_array_equal(merged["lm_head.weight"], new.get("lm_head.weight", old))
 
 
+@pytest.mark.parametrize("front", ["model.language_model.", "language_model.model."])
+def test_adapters_of_a_whole_model_are_merged_onto_its_language_model(front, tmp_path):
+    tower = np.ones((2, 2), np.float32)
+    whole = {f"base_model.model.model.vision_tower.a.lora_{letter}.weight": tower for letter in "AB"}
+
+    def renamed(found):
+        return whole | {name.replace("model.layers.", f"{front}layers.", 1): tensor for name, tensor in found.items()}
+
+    alpha = {"alpha_pattern": {f"^{front}layers.0.self_attn.q_proj": 24}}
+    folder, said = damaged(tmp_path, alpha, renamed), []
+    merged = contents(model_folder(folder, said.append))
+    assert said[-1] == "only the adapters of the language model are merged; left out: vision_tower"
+    base, plain = contents(model_folder("tests/golden/qwen3-hybrid")), contents(model_folder(ADAPTERS / "plain"))
+    for name, matrix in plain.items():
+        growth = 4 if name == "model.layers.0.self_attn.q_proj.weight" else 1  # alpha is 6 elsewhere
+        np.testing.assert_allclose(merged[name] - base[name], growth * (matrix - base[name]), atol=1e-6)
+
+
 def test_a_tokenizer_beside_adapters_is_checked(tmp_path):
     folder = damaged(tmp_path)
     (folder / "tokenizer.json").write_text("{broken")
