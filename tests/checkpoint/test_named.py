@@ -204,6 +204,15 @@ def test_adapters_of_a_whole_model_are_merged_onto_its_language_model(front, tmp
         np.testing.assert_allclose(merged[name] - base[name], growth * (matrix - base[name]), atol=1e-6)
 
 
+def test_adapters_beside_a_config_are_adapters_and_beside_weights_a_model(tmp_path):
+    folder, base = damaged(tmp_path), GOLDEN / "qwen3-hybrid"
+    merged = contents(model_folder(folder))
+    shutil.copy(base / "config.json", folder)
+    np.testing.assert_equal(contents(model_folder(folder)), merged)
+    shutil.copy(base / "model.safetensors", folder)
+    np.testing.assert_equal(contents(model_folder(folder)), contents(model_folder(base)))
+
+
 def test_a_tokenizer_beside_adapters_is_checked(tmp_path):
     folder = damaged(tmp_path)
     (folder / "tokenizer.json").write_text("{broken")
