@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,7 +33,7 @@ init_lora_weights layers_pattern layers_to_transform lora_alpha lora_dropout meg
 peft_version qalora_group_size r rank_pattern revision target_modules task_type use_rslora velora_config
 """
 _INITS = ("gaussian", "eva", "orthogonal", "mica")  # they leave W as it is
-_FACTOR = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
+_FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.default)?(?:\.weight)?")
 
 
 def merge_adapter(
@@ -46,8 +46,8 @@ def merge_adapter(
 ) -> Path:
     """Write a checkpoint folder of W + s B A for every adapted matrix W, in its dtype, and of all others as they are.
 
-    s is alpha / r, or alpha / sqrt(r) with `use_rslora`. Modules that were trained whole (`modules_to_save`) replace
-    the base's.
+    s is alpha / r, or alpha / sqrt(r) with `use_rslora`. Modules that were trained whole (`modules_to_save`), and the
+    embeddings that PEFT saves beside their adapters (`base_layer`), replace the base's.
 
     Args:
       adapter: a folder with `adapter_config.json` and `adapter_model.safetensors`. Its tokenizer's files, if it has
@@ -78,9 +78,11 @@ def merge_adapter(
     def read(names: list[str]) -> Parts:
         for name, whole in base.read(names):
             if name in changes:
-                scale, b, a = changes[name]
-                change = b.astype(np.float32) @ a.astype(np.float32) if a is not None else b
-                whole = change if a is None else whole.astype(np.float32) + scale * change
+                change = changes[name]
+                whole = whole if change.whole is None else change.whole
+                if change.a is not None and change.b is not None:
+                    product = change.b.astype(np.float32) @ change.a.astype(np.float32)
+                    whole = whole.astype(np.float32) + change.scale * product
             yield name, whole.astype(base.tensors[name][0])
 
     def check(name: str, part: np.ndarray) -> None:
@@ -118,7 +120,7 @@ def _check(adapter: Path, settings: dict[str, Any]) -> None:
         raise CheckpointError(f"{adapter} holds no {ADAPTER_WEIGHTS}: save the adapters as safetensors")
 
 
-type Adapters = dict[str, dict[str, np.ndarray]]  # by module: "A" and "B", or "W", a matrix that was trained whole
+type Adapters = dict[str, dict[str, np.ndarray]]  # by module: "A" and "B", "W" in place of the base's, or all
 
 
 def _read(file: Path) -> Adapters:
@@ -127,9 +129,12 @@ def _read(file: Path) -> Adapters:
         for name, stored in read_header(file).items():
             if stored.dtype not in DTYPES:
                 raise CheckpointError(f"{file}: tensor {name} has dtype {stored.dtype}; supported: {', '.join(DTYPES)}")
-            factor = _FACTOR.fullmatch(name)
-            module, part = factor.groups() if factor else (name.removesuffix(".weight"), "W")
-            found.setdefault(module.removeprefix(PREFIX), {})[part] = reader.whole(stored)
+            module, part, array = name.removesuffix(".weight").removesuffix(".base_layer"), "W", reader.whole(stored)
+            if factor := _FACTOR.fullmatch(name):
+                module, of_embedding, part = factor.groups()
+                if of_embedding:  # they are for its transpose
+                    part, array = {"A": "B", "B": "A"}[part], array.T
+            found.setdefault(module.removeprefix(PREFIX), {})[part] = array
     return found
 
 
@@ -151,7 +156,13 @@ def _untied(base: Checkpoint, names: dict[str, str], settings: dict[str, Any]) -
     return dataclasses.replace(base, hf_config=hf, config=model_config(hf), stored=stored)
 
 
-type Change = tuple[float, np.ndarray, np.ndarray | None]  # s, B and A; or a whole matrix in place of B
+class Change(NamedTuple):
+    """What becomes of a matrix."""
+
+    whole: np.ndarray | None  # in place of the base's
+    scale: float
+    b: np.ndarray | None
+    a: np.ndarray | None
 
 
 def _changes(
@@ -159,27 +170,27 @@ def _changes(
 ) -> dict[str, Change]:
     """What becomes of the base's tensors, by their names."""
     file = adapter / ADAPTER_WEIGHTS
-    joined, changes = joined_parts(base.config), {}
+    joined, changes = joined_parts(base.config), dict[str, Change]()
     for module, name in names.items():
         parts = found[module]
         rows = [(part.name, part.shape) for part in joined.get(name, ())]
         rows = rows or ([(name, base.tensors[name][1])] if name in base.tensors else [])
-        if not rows or set(parts) not in ({"A", "B"}, {"W"}):
+        whole, b, a = (parts.get(part) for part in "WBA")
+        if not rows or (a is None) != (b is None):
             raise CheckpointError(
                 f"{file} adapts {module} ({', '.join(sorted(parts))}), which is no matrix of the base {base.folder}"
             )
-        out, a = parts.get("B", parts.get("W")), parts.get("A")
         shape = (sum(shape[0] for _, shape in rows), *rows[0][1][1:])
-        if (
-            out is None
-            or (out.shape if a is None else (out.shape[0], *a.shape[1:])) != shape
-            or (a is not None and a.shape[0] != out.shape[1])
-        ):
+        fits = whole is None or whole.shape == shape
+        if a is not None and b is not None:
+            fits = fits and (b.shape, a.shape[1:]) == ((shape[0], *a.shape[:1]), shape[1:])
+        if not fits:
             shapes = " and ".join(f"{key} {value.shape}" for key, value in sorted(parts.items()))
             raise CheckpointError(f"{file}: {module} has {shapes}, which do not fit the base's {shape}")
         first, scale = 0, 1.0 if a is None else _scale(settings, module, len(a))
         for name, shape in rows:
-            changes[name] = scale, out[first : first + shape[0]], a
+            own = slice(first, first + shape[0])
+            changes[name] = Change(None if whole is None else whole[own], scale, None if b is None else b[own], a)
             first += shape[0]
     if not changes:
         raise CheckpointError(f"{file} holds no adapters")

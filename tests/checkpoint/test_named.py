@@ -186,6 +186,24 @@ def test_one_of_two_tied_matrices_that_was_trained_whole_leaves_the_other(module
         np.testing.assert_array_equal(merged["lm_head.weight"], new.get("lm_head.weight", old))
 
 
+def test_adapters_of_the_embeddings_come_with_their_matrices(tmp_path):
+    """As PEFT 0.21 saves them, and what it computed on qwen3-hybrid, to 2e-5."""
+    rng = np.random.default_rng(0)
+    old = contents(model_folder("tests/golden/qwen3-hybrid"))["model.embed_tokens.weight"]
+    sizes = {
+        "lm_head.base_layer.weight": old.shape,
+        "lm_head.lora_A.weight": (4, 36),
+        "lm_head.lora_B.weight": (131, 4),
+    }
+    sizes |= {"model.embed_tokens.lora_embedding_A": (4, 131), "model.embed_tokens.lora_embedding_B": (36, 4)}
+    new = {name: rng.normal(size=size).astype(np.float32) for name, size in sizes.items()}
+    wrapped = {f"base_model.model.{name}": array for name, array in new.items()}
+    merged = contents(model_folder(damaged(tmp_path, {}, lambda found: found | wrapped)))
+    head, a, b, of_embedding, other = new.values()
+    np.testing.assert_allclose(merged["lm_head.weight"], head + 1.5 * b @ a, atol=1e-5)
+    np.testing.assert_allclose(merged["model.embed_tokens.weight"], old + 1.5 * (other @ of_embedding).T, atol=1e-5)
+
+
 @pytest.mark.parametrize("front", ["model.language_model.", "language_model.model."])
 def test_adapters_of_a_whole_model_are_merged_onto_its_language_model(front, tmp_path):
     tower = np.ones((2, 2), np.float32)
