@@ -116,6 +116,14 @@ def _check(adapter: Path, settings: dict[str, Any]) -> None:
         )
     if settings.get("bias", "none") != "none":
         raise ConfigError(f"{file}: bias is {settings['bias']!r}; supported: 'none'")
+    patterns = settings.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise ConfigError(f"{file}: alpha_pattern must map names of modules to numbers, got {patterns!r:.40}")
+    for pattern in patterns:
+        try:
+            _ends_with(pattern, "")
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ConfigError(f"{file}: alpha_pattern {pattern!r:.40} is no regular expression: {error}") from None
     if not (adapter / ADAPTER_WEIGHTS).is_file():
         raise CheckpointError(f"{adapter} holds no {ADAPTER_WEIGHTS}: save the adapters as safetensors")
 
@@ -200,8 +208,12 @@ def _changes(
 def _scale(settings: dict[str, Any], module: str, rank: int) -> float:
     """s of a module: `alpha_pattern` names those with an alpha of their own, by the end of their names."""
     patterns = settings.get("alpha_pattern") or {}
-    own = (alpha for key, alpha in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", module))
+    own = (alpha for pattern, alpha in patterns.items() if _ends_with(pattern, module))
     alpha = next(own, settings.get("lora_alpha", 8))
     if isinstance(alpha, bool) or not isinstance(alpha, int | float):
         raise ConfigError(f"{ADAPTER_CONFIG}: lora_alpha must be a number, got {alpha!r:.40}")
     return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+
+
+def _ends_with(pattern: str, module: str) -> bool:
+    return re.fullmatch(rf"(.*\.)?({pattern})", module) is not None

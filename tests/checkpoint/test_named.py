@@ -151,6 +151,8 @@ QUERY = "base_model.model.model.layers.0.self_attn.q_proj"
         ({"init_lora_weights": "pissa"}, None, "init_lora_weights is 'pissa', which may change the base's own weights"),
         ({"bias": "all"}, None, "bias is 'all'; supported: 'none'"),
         ({"lora_alpha": "much"}, None, "lora_alpha must be a number, got 'much'"),
+        ({"alpha_pattern": [1]}, None, r"adapter_config.json: alpha_pattern must map .*, got \[1\]"),
+        ({"alpha_pattern": {"q_proj(": 3}}, None, r"config.json: alpha_pattern 'q_proj\(' is no regular expression: "),
         ({"base_model_name_or_path": None}, None, "has no base_model_name_or_path"),
         ({"base_model_name_or_path": "nowhere"}, None, "the base of .* nowhere is no model"),
         ({"base_model_name_or_path": "tests/golden/llama-plain"}, None, "which do not fit the base's"),
