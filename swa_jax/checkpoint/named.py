@@ -30,6 +30,7 @@ from swa_jax.checkpoint.adapter import ADAPTER_CONFIG, merge_adapter
 from swa_jax.checkpoint.checked_source import VERSION
 from swa_jax.checkpoint.folder import CONFIG_FILE, WEIGHTS, content_sum, open_checkpoint
 from swa_jax.checkpoint.hf_import import import_model
+from swa_jax.checkpoint.safetensors_files import INDEX_FILE, SINGLE_FILE
 from swa_jax.checkpoint.sources import GGUF, GGUF_PART, HUB_ID, cached_snapshot
 from swa_jax.data import tokenizer
 from swa_jax.data.tokenizer import Tokenizer
@@ -171,7 +172,7 @@ def _find(name: str | Path) -> Path:
 def _base(source: Path, describe: Callable[[str], Any] | None) -> Path | None:
     """The checkpoint folder of the model that adapters are for; None for what is a model by itself."""
     file = source / ADAPTER_CONFIG
-    if (source / CONFIG_FILE).is_file() or not file.is_file():
+    if not file.is_file() or any((source / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
         return None
     base = read_json(file).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:

@@ -49,17 +49,18 @@ class StoredTensor(NamedTuple):
 def read_headers(folder: ModelFolder) -> dict[str, StoredTensor]:
     """Every tensor of a model folder, from the headers of `model.safetensors` or of the shards its index names.
 
+    Where both are there, but not all shards, the index is what an earlier save left.
+
     Raises `CheckpointError` for a folder without safetensors, a shard that is missing or cut short, a header whose
     tensors overlap, leave holes or do not have the bytes that their shapes ask for, an index that does not match its
     shards, and a tensor stored twice.
     """
-    index = folder / INDEX_FILE
-    if index.is_file():
-        places = _read_index(index)
-        files = [folder / name for name in sorted(set(places.values()))]
-    elif (folder / SINGLE_FILE).is_file():
-        places, files = {}, [folder / SINGLE_FILE]
-    else:
+    index, single = folder / INDEX_FILE, folder / SINGLE_FILE
+    places = _read_index(index) if index.is_file() else {}
+    files = [folder / name for name in sorted(set(places.values()))]
+    if single.is_file() and not (files and all(file.is_file() for file in files)):
+        places, files = {}, [single]
+    if not files:
         raise CheckpointError(_no_weights(folder))
     tensors: dict[str, StoredTensor] = {}
     for file in files:

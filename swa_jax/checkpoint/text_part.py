@@ -55,15 +55,25 @@ def text_tensors(found: Mapping[str, StoredTensor], config: ModelConfig, *, whol
     return TextTensors(tensors, True, [note])
 
 
+def text_name(name: str) -> str | None:
+    """What a tensor of a whole model is called in its language model alone; None: it is of another part."""
+    if inside := _IN_A_WHOLE.fullmatch(name):
+        return _FRONT + inside[1]
+    return HEAD if name in (HEAD, _HEAD_IN_A_WHOLE) else None
+
+
+def part_name(name: str) -> str:
+    """The part of a whole model that a tensor is of, such as `vision_tower`."""
+    return name.removeprefix(_FRONT).split(".")[0]
+
+
 def _part_of(found: Mapping[str, StoredTensor], whole: str) -> TextTensors:
     tensors, others = {}, Counter[str]()
     for name, tensor in found.items():
-        if inside := _IN_A_WHOLE.fullmatch(name):
-            tensors[_FRONT + inside[1]] = tensor
-        elif name in (HEAD, _HEAD_IN_A_WHOLE):
-            tensors[HEAD] = tensor
+        if (own := text_name(name)) is not None:
+            tensors[own] = tensor
         else:
-            others[name.removeprefix(_FRONT).split(".")[0]] += 1
+            others[part_name(name)] += 1
     if EMBEDDING not in tensors:
         names = " or ".join(
             f"{front}.embed_tokens.weight" for front in ("language_model.model", "model.language_model")

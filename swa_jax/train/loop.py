@@ -93,6 +93,7 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
       CheckpointError: a checkpoint could not be written, or none of those that are there is good.
       Preempted: the machine is being taken away (SIGTERM); a checkpoint of the last step is on the disk.
     """
+    named = config.init_from
     config = with_folders(as_begun(config)).without_auto()
     run = _prepare(config)
     meet()
@@ -125,7 +126,7 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
                     progress.say(describe_stage(config, number, start, run.patterns[number]))
                     state = session.train_stage(number, start, state, data_state if done > start else None)
                     done = int(state.step)
-    finished = _save_finished(run, state)
+    finished = _save_finished(run, state, named)
     if first:
         draw_losses(run.folder)
     return finished
@@ -213,7 +214,7 @@ def describe_stage(config: TrainConfig, number: int, start: int, patterns: Seque
     return "\n".join([head, *(str(pattern) for pattern in patterns)])
 
 
-def _save_finished(run: TrainingRun, state: TrainState) -> Path:
+def _save_finished(run: TrainingRun, state: TrainState, named: str | None) -> Path:
     """Write the model of a run that is done, unless it is there; all processes leave when it is."""
     config, destination = run.config, run.folder / "model"
     if from_first_process(destination.exists):
@@ -223,7 +224,7 @@ def _save_finished(run: TrainingRun, state: TrainState) -> Path:
     if config.init_from is not None and run.model.config == open_checkpoint(config.init_from).config:
         hf_config = open_checkpoint(config.init_from).hf_config
     try:
-        model = run.model if config.lora is None else _merged(run, state)
+        model = run.model if config.lora is None else _merged(run, state, named)
         trained = state.params if config.lora is None else nnx.state(model)
         nnx.update(model, cast_parameters(trained, config.save_dtype))
         check_lease()
@@ -239,12 +240,13 @@ def _save_finished(run: TrainingRun, state: TrainState) -> Path:
     return destination
 
 
-def _merged(run: TrainingRun, state: TrainState) -> Decoder:
-    """The trained model with its adapters merged, which are written first.
+def _merged(run: TrainingRun, state: TrainState, named: str | None) -> Decoder:
+    """The trained model with its adapters merged, which are written first, for the base as it was named.
 
     Frozen weights are read again, since the run may have held them in bf16.
     """
     assert run.config.init_from is not None
+    assert named is not None
     assert run.config.lora is not None
     jax.tree.map(lambda x: x.delete(), state.frozen)
     source = open_checkpoint(run.config.init_from)
@@ -259,7 +261,8 @@ def _merged(run: TrainingRun, state: TrainState) -> Decoder:
     nnx.update(model, state.params)
     destination = run.folder / "adapter"
     if not from_first_process(destination.exists):
-        save_adapter(model, destination, base=source.hf_config.get("_name_or_path"))
+        folder = Path(named).expanduser()
+        save_adapter(model, destination, base=str(folder.resolve()) if folder.exists() else named)
     return merge_lora(model)
 
 

@@ -16,6 +16,7 @@ import swa_jax
 from swa_jax.base.errors import CheckpointError, ConfigError, UnreachableError
 from swa_jax.checkpoint import folder as checkpoint_module
 from swa_jax.checkpoint import safetensors_files, sources
+from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.checkpoint.hf_import import import_model
 
 SHARDED = GOLDEN / "qwen3-full"  # three shards
@@ -145,6 +146,22 @@ def test_a_bucket_is_read_where_it_is(bucket, destination):
     assert not destination.parent.exists()
     import_model(bucket, destination)
     assert_as_from_folder(destination)
+
+
+def test_named_chat_templates_come_along(bucket, destination, source, tmp_path):
+    name = "additional_chat_templates/tool_use.jinja"
+    (source / name).parent.mkdir()
+    (source / name).write_text("with tools")
+    fsspec.filesystem("memory").pipe(f"/bucket/model/{name}", b"with tools")
+    for place in (source, bucket):
+        imported = import_model(place, destination / Path(place).name)
+        exported = export_model(imported, tmp_path / "exported" / Path(place).name, canary=False)
+        assert (exported / name).read_text() == "with tools"
+    (tmp_path / "secret").write_text("{}")
+    (source / name).unlink()
+    (source / name).symlink_to("../../secret")
+    with pytest.raises(CheckpointError, match="outside the model's folder"):
+        import_model(source, tmp_path / "another")
 
 
 def test_a_bucket_needs_its_package(destination, monkeypatch):

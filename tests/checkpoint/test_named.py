@@ -147,12 +147,17 @@ QUERY = "base_model.model.model.layers.0.self_attn.q_proj"
     [
         ({"peft_type": "IA3"}, None, "peft_type is 'IA3'; supported: LORA"),
         ({"use_dora": True}, None, "use_dora is set, which is not supported"),
+        ({"a_setting_of_later": {"a": 1}}, None, "a_setting_of_later is set, which is not supported"),
+        ({"init_lora_weights": "pissa"}, None, "init_lora_weights is 'pissa', which may change the base's own weights"),
         ({"bias": "all"}, None, "bias is 'all'; supported: 'none'"),
         ({"lora_alpha": "much"}, None, "lora_alpha must be a number, got 'much'"),
+        ({"alpha_pattern": [1]}, None, r"adapter_config.json: alpha_pattern must map .*, got \[1\]"),
+        ({"alpha_pattern": {"q_proj(": 3}}, None, r"config.json: alpha_pattern 'q_proj\(' is no regular expression: "),
         ({"base_model_name_or_path": None}, None, "has no base_model_name_or_path"),
         ({"base_model_name_or_path": "nowhere"}, None, "the base of .* nowhere is no model"),
         ({"base_model_name_or_path": "tests/golden/llama-plain"}, None, "which do not fit the base's"),
         ({}, lambda found: {}, "holds no adapters"),
+        ({}, lambda found: found | {f"{QUERY}.lora_B.weight": np.full((96, 4), np.nan, np.float32)}, "NaN or infinity"),
         ({}, lambda found: found | {f"{QUERY}.lora_B.weight": np.ones((7, 4), np.float32)}, "q_proj has A .* and B"),
         ({}, lambda found: {n: t for n, t in found.items() if n != f"{QUERY}.lora_A.weight"}, r"q_proj \(B\)"),
         ({}, lambda found: found | {f"{QUERY}.lora_magnitude_vector": np.ones(9, np.float32)}, "lora_magnitude_vector"),
@@ -165,3 +170,71 @@ def test_adapters_that_cannot_be_merged_are_one_sentence(settings, tensors, sent
         model_folder(folder)
     models = tmp_path / "ours" / "models"
     assert not list(models.glob("adapter-*"))
+
+
+@pytest.mark.parametrize("modules", [("lm_head",), ("model.embed_tokens",), ("model.embed_tokens", "lm_head")])
+@pytest.mark.parametrize("tying", [False, True])
+def test_one_of_two_tied_matrices_that_was_trained_whole_leaves_the_other(modules, tying, tmp_path):
+    """What PEFT 0.21 computed after `modules_to_save`, on qwen3-hybrid, to 2e-5."""
+    old = contents(model_folder("tests/golden/qwen3-hybrid"))["model.embed_tokens.weight"]
+    rng = np.random.default_rng(0)
+    new = {f"{module}.weight": rng.normal(size=old.shape).astype(np.float32) for module in modules}
+    wrapped = {f"base_model.model.{name}": matrix for name, matrix in new.items()}
+    merged = contents(model_folder(damaged(tmp_path, {"ensure_weight_tying": tying}, lambda found: found | wrapped)))
+    np.testing.assert_array_equal(merged["model.embed_tokens.weight"], new.get("model.embed_tokens.weight", old))
+    tied = tying and modules == ("model.embed_tokens",)
+    assert ("lm_head.weight" in merged) == (not tied)
+    if not tied:
+        np.testing.assert_array_equal(merged["lm_head.weight"], new.get("lm_head.weight", old))
+
+
+def test_adapters_of_the_embeddings_come_with_their_matrices(tmp_path):
+    """As PEFT 0.21 saves them, and what it computed on qwen3-hybrid, to 2e-5."""
+    rng = np.random.default_rng(0)
+    old = contents(model_folder("tests/golden/qwen3-hybrid"))["model.embed_tokens.weight"]
+    sizes = {
+        "lm_head.base_layer.weight": old.shape,
+        "lm_head.lora_A.weight": (4, 36),
+        "lm_head.lora_B.weight": (131, 4),
+    }
+    sizes |= {"model.embed_tokens.lora_embedding_A": (4, 131), "model.embed_tokens.lora_embedding_B": (36, 4)}
+    new = {name: rng.normal(size=size).astype(np.float32) for name, size in sizes.items()}
+    wrapped = {f"base_model.model.{name}": array for name, array in new.items()}
+    merged = contents(model_folder(damaged(tmp_path, {}, lambda found: found | wrapped)))
+    head, a, b, of_embedding, other = new.values()
+    np.testing.assert_allclose(merged["lm_head.weight"], head + 1.5 * b @ a, atol=1e-5)
+    np.testing.assert_allclose(merged["model.embed_tokens.weight"], old + 1.5 * (other @ of_embedding).T, atol=1e-5)
+
+
+@pytest.mark.parametrize("front", ["model.language_model.", "language_model.model."])
+def test_adapters_of_a_whole_model_are_merged_onto_its_language_model(front, tmp_path):
+    tower = np.ones((2, 2), np.float32)
+    whole = {f"base_model.model.model.vision_tower.a.lora_{letter}.weight": tower for letter in "AB"}
+
+    def renamed(found):
+        return whole | {name.replace("model.layers.", f"{front}layers.", 1): tensor for name, tensor in found.items()}
+
+    alpha = {"alpha_pattern": {f"^{front}layers.0.self_attn.q_proj": 24}}
+    folder, said = damaged(tmp_path, alpha, renamed), []
+    merged = contents(model_folder(folder, said.append))
+    assert said[-1] == "only the adapters of the language model are merged; left out: vision_tower"
+    base, plain = contents(model_folder("tests/golden/qwen3-hybrid")), contents(model_folder(ADAPTERS / "plain"))
+    for name, matrix in plain.items():
+        growth = 4 if name == "model.layers.0.self_attn.q_proj.weight" else 1  # alpha is 6 elsewhere
+        np.testing.assert_allclose(merged[name] - base[name], growth * (matrix - base[name]), atol=1e-6)
+
+
+def test_adapters_beside_a_config_are_adapters_and_beside_weights_a_model(tmp_path):
+    folder, base = damaged(tmp_path), GOLDEN / "qwen3-hybrid"
+    merged = contents(model_folder(folder))
+    shutil.copy(base / "config.json", folder)
+    np.testing.assert_equal(contents(model_folder(folder)), merged)
+    shutil.copy(base / "model.safetensors", folder)
+    np.testing.assert_equal(contents(model_folder(folder)), contents(model_folder(base)))
+
+
+def test_a_tokenizer_beside_adapters_is_checked(tmp_path):
+    folder = damaged(tmp_path)
+    (folder / "tokenizer.json").write_text("{broken")
+    with pytest.raises(ConfigError, match=f"{folder}/tokenizer.json .*fetch the file again"):
+        model_folder(folder)

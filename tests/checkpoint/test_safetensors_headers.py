@@ -35,6 +35,16 @@ def test_a_whole_file_is_read(tmp_path):
     assert found.keys() == arrays.keys()
 
 
+def test_an_index_that_an_earlier_save_left_is_not_read(tmp_path):
+    for name in ("model", "model-00001-of-00002", "model-00002-of-00002"):
+        save_file({f"{name}.a": np.ones(3, np.float32)}, tmp_path / f"{name}.safetensors")
+    shards = {f"{name}.a": f"{name}.safetensors" for name in ("model-00001-of-00002", "model-00002-of-00002")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    assert read_headers(tmp_path).keys() == shards.keys()
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    assert read_headers(tmp_path).keys() == {"model.a"}
+
+
 @pytest.mark.parametrize(
     ("header", "payload", "sentence"),
     [

@@ -219,6 +219,18 @@ def test_a_template_has_limits(tmp_path, monkeypatch, template, sentence):
         load_chat_template(tmp_path).render(MESSAGES)
 
 
+def test_named_templates_lie_in_a_folder_beside_the_default_one(tmp_path):
+    """So transformers 5 writes them; its files come before those in tokenizer_config.json."""
+    config_with(tmp_path, [{"name": "default", "template": "old"}, {"name": "tool_use", "template": "old"}])
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("with tools")
+    with pytest.raises(ConfigError, match="must have one template named 'default', got tool_use"):
+        load_chat_template(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("plain")
+    found = load_chat_template(tmp_path)
+    assert (found.render(MESSAGES), found.render(MESSAGES, tools=[{}])) == ("plain", "with tools")
+
+
 def test_tools_and_documents_come_with_a_prompt(tmp_path, tokenizer):
     """As the lines of files have them; of two templates, messages with tools take "tool_use"."""
     plain, tools = "{{ documents | tojson }}", "{{ tools | tojson }}{{ documents is none }}"

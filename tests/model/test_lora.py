@@ -266,6 +266,18 @@ def test_a_run_learns_resumes_to_the_bit_and_writes_model_and_adapter(settings, 
     np.testing.assert_array_equal(trained.layers.mlp.up_proj.kernel[...], base.layers.mlp.up_proj.kernel[...])
 
 
+@pytest.mark.slow
+def test_an_adapter_names_the_base_that_the_run_started_from(settings, tmp_path, recall, monkeypatch):
+    monkeypatch.setenv("SWA_JAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(recall.parent)
+    settings["stages"] = [settings["stages"][0] | {"steps": 1, "batch_size": 1, "accumulate": 1}]
+    for name, base in (("recall", "recall"), ("model", str(recall))):
+        train(from_dict(TrainConfig, settings | {"output": str(tmp_path / name), "init_from": name}), quiet=True)
+        written = json.loads((tmp_path / name / "adapter" / "adapter_config.json").read_text())
+        assert written["base_model_name_or_path"] == base
+    swa_jax.load_model(tmp_path / "model" / "adapter")
+
+
 def claim(run, config):
     with _claimed(run, config):
         pass
