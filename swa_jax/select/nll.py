@@ -210,11 +210,14 @@ class LayerScorer:
             if not all(self._known(chosen, i, rest) for i in index):
                 rows = self._rows(batch, short, chosen, rest, functools.partial(report, len(index)))
                 for i, row in zip(index, rows, strict=False):
-                    losses = [None if math.isnan(x) else x for x in row.tolist()]
+                    before = self._losses(chosen, i) or [None] * len(row)
+                    losses = [old if math.isnan(x) else x for x, old in zip(row.tolist(), before, strict=True)]
                     self._store.add(_key(chosen, i), losses=losses, seconds=self.seconds)
             else:
                 report(len(index), total)
         rows = np.array([self._losses(chosen, i) for i in range(self.num_examples)], float)  # [N, 1 + L]
+        others = sorted({*range(self.layers)} - {*rest, *chosen})
+        rows[:, [1 + layer for layer in others]] = np.nan  # the store may know more, and a choice must not go by that
         return NLLScores(rows[:, :1] - rows[:, 1:], rows[:, 0], self.window, chosen)
 
     def gradient(self, full_layers: Sequence[int] = ()) -> np.ndarray:
