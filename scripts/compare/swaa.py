@@ -23,7 +23,7 @@ import yaml
 from scripts.compare.runner import Cell, Comparison, Done, key_of, markdown, read_done, told
 from swa_jax.adapt.tasks import HOPS, RIVALS, EvalTask, measure
 from swa_jax.base.errors import ConfigError
-from swa_jax.base.estimates import paired_bootstrap, paired_score
+from swa_jax.base.estimates import paired_score
 from swa_jax.base.files import write_text
 from swa_jax.checkpoint.folder import load_model, weights_sum
 from swa_jax.checkpoint.named import model_folder
@@ -222,13 +222,13 @@ def shown(done: Done, row: PatternRow, data: str, column: Figure, seeds: Sequenc
 
 
 def difference(done: Done, row: PatternRow, column: Figure, seeds: Sequence[int]) -> str:
-    """Replies - text over the seeds that both have, with its interval."""
+    """Replies - text, the mean over the seeds that both have, with its interval over prompts, which seeds share."""
     both = [[values(done, row, data, seed, column) for data in ("replies", "text")] for seed in seeds]
-    pairs = [pair for replies, text in both for pair in zip(replies, text, strict=False)]
-    if not pairs:
+    whole = [pair for pair in both if all(pair)]
+    if not whole:
         return ""
-    paired, scale = (paired_score, 100) if column.figure == "right" else (paired_bootstrap, 1)
-    return told(paired(*np.array(pairs).T), f".{column.digits}f", "+", scale)
+    scale = 100 if column.figure == "right" else 1
+    return told(paired_score(*np.mean(whole, 0)), f".{column.digits}f", "+", scale)
 
 
 def table(done: Done, seeds: Sequence[int]) -> str:
