@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from scripts.compare.runner import ROOT, Cell, Comparison, Done, markdown, told
-from swa_jax.base.estimates import bootstrap
+from swa_jax.base.estimates import mean_score
 from swa_jax.model.window import Window
 from swa_jax.select.heads import head_mask
 from swa_jax.select.methods import METHODS, choose
@@ -68,7 +68,7 @@ def report(done: Done) -> str:
 
 
 def share(hits: list[float]) -> str:
-    """Its mean and interval; a bootstrap of equal numbers has no width."""
+    """Its mean and interval; equal numbers tell no width."""
     if len(set(hits)) > 1:
-        return told(bootstrap(hits))
+        return told(mean_score(hits))
     return f"{100 * hits[0]:.0f}" if hits else ""

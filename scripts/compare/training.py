@@ -24,6 +24,7 @@ import yaml
 from scripts.compare import measures, pictures
 from scripts.compare.runner import ROOT, Cell, Comparison, Done, markdown
 from swa_jax.base.errors import ConfigError
+from swa_jax.base.estimates import t_95
 from swa_jax.base.files import sum_of_json
 from swa_jax.base.settings import load_config, to_dict
 from swa_jax.checkpoint.folder import load_model, weights_sum
@@ -201,7 +202,7 @@ def verdicts(runs: Mapping[str, list[dict]], claims: Sequence[Sequence[Any]]) ->
 
 
 def verdict(differences: Sequence[float], *, equal: bool = False) -> str:
-    """Whether paired differences that a paper has above 0 are all of one sign and twice their standard error from 0.
+    """Whether paired differences that a paper has above 0 are of one sign, and Student's interval of their mean is too.
 
     With `equal` the paper has no difference.
     """
@@ -209,7 +210,8 @@ def verdict(differences: Sequence[float], *, equal: bool = False) -> str:
         return "too few seeds"
     same = all(d > 0 for d in differences) or all(d < 0 for d in differences)
     mean = statistics.mean(differences)
-    clear = math.isinf(mean) or abs(mean) > 2 * statistics.stdev(differences) / math.sqrt(len(differences))
+    count = len(differences)
+    clear = math.isinf(mean) or abs(mean) > t_95(count) * statistics.stdev(differences) / math.sqrt(count)
     if not (same and clear):
         return "no clear difference, as in the paper" if equal else "no clear difference"
     if equal:

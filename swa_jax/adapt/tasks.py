@@ -30,6 +30,7 @@ HOPS, RIVALS = (1, 2, 3), 3  # of the chains that the bundled model is asked for
 GAP_SHARE = 8  # statements of a chain are at least this share of an example apart
 MANY_KEYS = 4  # numbers hidden at once, in the second needle task
 ROWS_OF_TEXT = 4  # times as many prompts as rows of text, all of whose tokens count
+LEAST_ROWS = 8  # of text to measure on, where it has them: the interval of two is too wide to say anything
 TEXT_CHARACTERS = 20  # read for each token of text that is drawn: more than a tokenizer makes one token of
 
 
@@ -104,7 +105,8 @@ def draw_tasks(data: Data, tokenizer: Tokenizer, choosing: int, measuring: int) 
         else:
             _add_needles(add, tokenizer, Haystack(tokenizer, files), data, (choosing, measuring))
         about = f"Rows of {length} tokens of text: how surprising each next token is to the model."
-        rows = _text_rows(tokenizer, files, length, choosing // ROWS_OF_TEXT, measuring // ROWS_OF_TEXT)
+        counts = choosing // ROWS_OF_TEXT, max(LEAST_ROWS, measuring // ROWS_OF_TEXT)
+        rows = _text_rows(tokenizer, files, length, *counts)
         add(rows, name="text", title="Plain text", about=about, answers=False)
     return drawn
 
@@ -158,7 +160,7 @@ def _text_rows(
 
     Each begins with the tokenizer's start tokens, or else with a token of the text.
     """
-    wanted = max(2, choosing) + max(2, measuring)
+    wanted = max(2, choosing) + measuring
     tokens = tokenizer.encode(read_text(files)[: TEXT_CHARACTERS * length * wanted])
     size = length - len(tokenizer.start_ids)
     rows = min(len(tokens) // size, wanted)
@@ -172,7 +174,7 @@ def _text_rows(
         row = [*tokenizer.start_ids, *tokens[first : first + size]]
         head = len(tokenizer.start_ids) or 1
         examples.append(Example(row[:head], row[head:], []))
-    count = max(2, rows * choosing // (choosing + measuring)) if choosing + measuring else 2
+    count = max(2, rows * choosing // (choosing + measuring))
     chosen = set(np.linspace(0, rows - 1, count + 2)[1:-1].round().astype(int).tolist())
     return (
         [one for i, one in enumerate(examples) if i in chosen],

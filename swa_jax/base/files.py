@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -368,13 +367,6 @@ class Store:
         self._whole: int | None = None  # bytes of the whole lines, where a kill has left half a line behind them
         if file is not None and file.exists():
             self._read(file, kind)
-        before = [one["seconds"] for one in self.records.values() if "seconds" in one]
-        self._started = time.monotonic() - max(before, default=0.0)
-
-    @property
-    def seconds(self) -> float:
-        """Since this was made, and what the runs before took, by the `seconds` of their records."""
-        return time.monotonic() - self._started
 
     def add(self, key: str, **record: Any) -> None:
         """Keep a record of JSON values, in place of the one that the key has."""

@@ -14,6 +14,7 @@ from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.families.pattern_files import is_pattern_file
 from swa_jax.cli.groups import Options
 from swa_jax.cli.options import (
+    HELD_OUT_SEED,
     Json,
     Model,
     PromptKind,
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from swa_jax.checkpoint.served_cache import Memory
     from swa_jax.model.config import ModelConfig
 
-HELD_OUT_SEED = 10**6  # far from any seed that prompts to choose by are drawn with
 in_choice = panel("Methods and their choice")
 
 

@@ -276,6 +276,7 @@ def draw_needles(
     )
 
 
+HELD_OUT_SEED = 10**6  # to measure by: far from any seed that prompts to choose by are drawn with
 CHAINS = re.compile(r"hops=([1-9])(?:-([1-9]))?(?:,rivals=(\d+))?(?:,gap=(\d+))?")
 
 

@@ -16,7 +16,7 @@ from swa_jax.checkpoint.folder import fetch
 from swa_jax.evaluate.examples import Example
 from swa_jax.model.decoder import Decoder
 
-VERSION = 3  # of how scores are made: raise it when the same content would be scored otherwise
+VERSION = 4  # of scores and choices: raise it when the same content would be scored, or chosen by, otherwise
 
 
 def content_key(

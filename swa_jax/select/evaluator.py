@@ -82,9 +82,9 @@ class MaskEvaluator:
         return len(self._known.records)
 
     @property
-    def seconds(self) -> float:
-        """Since this evaluator was made, and what the runs before it took by their file."""
-        return self._known.seconds
+    def num_asked(self) -> int:
+        """How many different masks this evaluator was asked for, whether the file knew them or not."""
+        return len(self._asked)
 
     def __call__(self, full: np.ndarray) -> Score:
         key = _key(single_heads(full, self.heads_in))
@@ -93,7 +93,7 @@ class MaskEvaluator:
             for _, batch in self._batches:
                 count_pass(batch.tokens)
         if key not in self._known.records:
-            self._known.add(key, score=self._evaluate(full), seconds=self.seconds)
+            self._known.add(key, score=self._evaluate(full))
         return Score(*self._known.records[key]["score"])
 
     def answers(self, full: np.ndarray) -> AnswerScores:

@@ -181,18 +181,19 @@ def _bosch(
     evaluate = _masks(task, by)
     settings: dict[str, Any] = {"variant": variant, "iterations": iterations, "optimizer": optimizer, "seed": task.seed}
     for ratio in ratios:
+        before = evaluate.num_asked
         chosen = bosch(evaluate, ratio, progress=task.progress, **settings)
+        tried = evaluate.num_asked - before
         said = chosen.provenance | {
             "scored_by": by,
             "iterations_a_layer": iterations,
             "optimizer": optimizer,
-            "evaluations": evaluate.num_evaluations,
-            "seconds": round(evaluate.seconds, 1),
+            "evaluations": tried,
         }
         what = "answers right" if by == "answers" else "likelihood of the answers"
         task.report(
             f"{what}: {chosen.score.value:.1%}, with full attention {chosen.original.value:.1%}, all windowed "
-            f"{chosen.windowed.value:.1%}; {evaluate.num_evaluations} masks tried"
+            f"{chosen.windowed.value:.1%}; {tried} masks tried"
         )
         if chosen.num_windowed != chosen.target:
             task.report(
@@ -397,7 +398,7 @@ def choose(method: str, task: Task, ratios: Sequence[float], **options: Any) -> 
 
     Each pattern says in its provenance how it was chosen, and what that cost: seconds, tokens forward and back, and
     operations. A ranking costs what its largest share of full layers or heads does; each mask what it adds to those of
-    the ratios before it. BOSCH's seconds are of the whole search, with the runs before it that its file knows.
+    the ratios before it.
 
     Args:
       method: a name in `METHODS`; options: of its own (`Method.options`).

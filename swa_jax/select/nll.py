@@ -176,11 +176,6 @@ class LayerScorer:
         """Examples whose scores with every layer windowed are known, those found in the file included."""
         return sum(self._known((), i, ()) for i in range(self.num_examples))
 
-    @property
-    def seconds(self) -> float:
-        """Since this scorer was made, and what the runs before it took by their file."""
-        return self._store.seconds
-
     def __call__(
         self,
         full_layers: Sequence[int] = (),
@@ -210,11 +205,14 @@ class LayerScorer:
             if not all(self._known(chosen, i, rest) for i in index):
                 rows = self._rows(batch, short, chosen, rest, functools.partial(report, len(index)))
                 for i, row in zip(index, rows, strict=False):
-                    losses = [None if math.isnan(x) else x for x in row.tolist()]
-                    self._store.add(_key(chosen, i), losses=losses, seconds=self.seconds)
+                    before = self._losses(chosen, i) or [None] * len(row)
+                    losses = [old if math.isnan(x) else x for x, old in zip(row.tolist(), before, strict=True)]
+                    self._store.add(_key(chosen, i), losses=losses)
             else:
                 report(len(index), total)
         rows = np.array([self._losses(chosen, i) for i in range(self.num_examples)], float)  # [N, 1 + L]
+        others = sorted({*range(self.layers)} - {*rest, *chosen})
+        rows[:, [1 + layer for layer in others]] = np.nan  # the store may know more, and a choice must not go by that
         return NLLScores(rows[:, :1] - rows[:, 1:], rows[:, 0], self.window, chosen)
 
     def gradient(self, full_layers: Sequence[int] = ()) -> np.ndarray:
@@ -228,7 +226,7 @@ class LayerScorer:
             full = np.zeros((self.layers, self._config.most_kv_heads), bool)
             full[list(chosen)] = True
             gained = gate_gradient(self._graph, self._weights, long, full, self._partition)
-            self._store.add(key, gains=(gained.sum(1) / self.num_examples).tolist(), seconds=self.seconds)
+            self._store.add(key, gains=(gained.sum(1) / self.num_examples).tolist())
         return np.array(self._store.records[key]["gains"])
 
     def greedy(

@@ -153,6 +153,8 @@ def test_rows_of_text_do_not_overlap(tokenizer, tmp_path):
     assert len(texts) == 12
     whole = [set(text.split()[1:-1]) for text in texts]
     assert sum(map(len, whole)) == len(set().union(*whole)) > 100
+    quick = draw_tasks(Data(256, text=(file,)), tokenizer, 4, 12)
+    assert [len(tasks[-1].examples) for tasks in quick] == [2, 8]
     with pytest.raises(ConfigError, match="at least 4 rows of 8192 are needed"):
         draw_tasks(Data(8192, text=(file,)), tokenizer, 8, 40)
 

@@ -101,13 +101,6 @@ def test_a_file_of_something_else_is_not_written_over(tmp_path, content, data):
     assert file.read_bytes() == data
 
 
-def test_time_counts_over_runs(tmp_path):
-    store = Store(tmp_path / "a.jsonl", "scores")
-    assert 0 <= store.seconds < 60
-    store.add("one", seconds=1000.0)
-    assert 1000 <= Store(tmp_path / "a.jsonl", "scores").seconds < 1060
-
-
 def test_a_document_is_whole_or_refused(tmp_path):
     file = tmp_path / "results.json"
     assert read_document(file, "results", "rows") == read_document(file) == {}

@@ -9,8 +9,10 @@ from compiled_chains import CLASSES, LAYERS, PROMPT_LAYERS, WINDOW_SIZE, compile
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.folder import save_model
+from swa_jax.cli.options import PromptKind
 from swa_jax.data.chains import ChainWords
 from swa_jax.data.lessons import write_tokenizer
+from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.evaluate.chains import ChainCell, chain_examples, chain_grid, chain_scores
 from swa_jax.evaluate.nll import score_answers
 from swa_jax.model.pattern import AttentionPattern
@@ -142,7 +144,11 @@ def test_cells_that_cannot_be_are_refused(tokenizer, cell, sentence):
         chain_examples(tokenizer, cell, num_examples=1, gap=GAP)
 
 
-def test_chains_on_the_command_line(tokenizer, model, tmp_path):
+def test_chains_on_the_command_line(tokenizer, model, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        "swa_jax.evaluate.chains.chain_examples", lambda *a, **k: drawn.append(chain_examples(*a, **k)) or drawn[-1]
+    )
     write_tokenizer(tokenizer, tmp_path / "tokenizer")
     save_model(model, tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
     options = ("--hops", "1,2", "--lengths", 128, "--gap", GAP, "--examples", 32, "--batch-size", 32)
@@ -157,6 +163,9 @@ def test_chains_on_the_command_line(tokenizer, model, tmp_path):
         ("window", 1, 1),
         ("window", 2, 0),
     ]
+    # Others than those that `select --chains` chooses by.
+    chosen_by = PromptKind(128, chains=f"hops=1-2,gap={GAP}").draw(load_tokenizer(tmp_path / "model"), 64, 0)
+    assert not {tuple(e.prompt) for e in chosen_by} & {tuple(e.prompt) for cell in drawn[:2] for e in cell}
     refused = fails("evaluate", "chains", tmp_path / "model", "--lengths", 64, "--rivals", 30)
     assert "raise the length" in refused
     assert "--rivals is 'x': give whole numbers from 0 on" in fails(

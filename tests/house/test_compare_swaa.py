@@ -59,6 +59,21 @@ def test_the_table_of_what_is_done():
     assert cells[14].startswith("+0.50 [")
 
 
+def test_seeds_that_agree_are_not_more_prompts():
+    row, column = swaa.ROWS[0], swaa.Figure("", ["text"], "losses", 4, True)
+
+    def told(seeds):
+        losses = {"replies": [2.0, 2.4, 2.1], "text": [1.5, 1.6, 1.7]}
+        done = {
+            key_of(row.numbers, data, seed): {"scores": {"text": {"losses": found}}}
+            for data, found in losses.items()
+            for seed in seeds
+        }
+        return swaa.difference(done, row, column, seeds)
+
+    assert told([0]) == told([0, 1, 2])
+
+
 def chain_scores(right):
     found = {f"chains-{hops}": {"right": right, "losses": [0.5] * 4} for hops in (1, 2, 3)}
     return {"scores": found | {"text": {"losses": [2.0, 2.2]}}}

@@ -193,7 +193,10 @@ def test_the_pattern_says_how_it_was_found(tmp_path):
     assert (said["method"], said["seed"], said["data"], said["windowed_heads"]) == ("bosch", 5, "planted", 24)
     assert said["scores"]["chosen"]["value"] == 1
     assert said["evaluations"] == len(file.read_text().splitlines()) > 20
-    assert said["seconds"] >= 0
+    # What is known to the file counts for the search that asks for it, and for no other.
+    (single,) = choose("bosch-single", task, [RATIO], iterations=2)
+    (same,) = choose("bosch-single", dataclasses.replace(task, file=None), [RATIO], iterations=2)
+    assert single.provenance["evaluations"] == same.provenance["evaluations"] < len(file.read_text().splitlines())
 
 
 # ---- the stages alone ----

@@ -230,6 +230,27 @@ def test_a_gradient_names_the_layers_that_greedy_scores(tmp_path, monkeypatch):
     np.testing.assert_allclose(scorer()().mean, exact().mean, rtol=0, atol=1e-6)
 
 
+def test_what_else_a_file_knows_does_not_change_a_choice(tmp_path, monkeypatch):
+    """And stays there: a gradient that names layer 7 is not overruled by the scores of all layers."""
+    monkeypatch.setattr(LayerScorer, "gradient", lambda self, full: np.arange(8.0))
+    file, batches, real = tmp_path / "scores.jsonl", [], toggles.reuse
+    monkeypatch.setattr(toggles, "reuse", lambda *a, **k: batches.append(1) or real(*a, **k))
+
+    def scorer():
+        return LayerScorer(planted_model(), planted_examples(), file=file, **PLANTED_OPTIONS)
+
+    (alone,) = scorer().greedy(1, tried=1)
+    assert scorer()().best() != [7]
+    (beside,) = scorer().greedy(1, tried=1)
+    assert alone.picked == beside.picked == (7,)
+    np.testing.assert_array_equal(beside.mean, [*[np.nan] * 7, alone.mean[7]])
+    scorer()((0,), tried=[1])
+    scorer()((0,), tried=[2])
+    done = len(batches)
+    scorer()((0,), tried=[1, 2])
+    assert len(batches) == done
+
+
 def test_a_round_takes_several_layers_where_rounds_are_few():
     scorer = LayerScorer(planted_model(), planted_examples(), **PLANTED_OPTIONS)
     rounds = scorer.greedy(4, tried=1, rounds=3)

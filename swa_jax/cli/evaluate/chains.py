@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from swa_jax.cli.evaluate.evaluation import Depths, Evaluation, Examples, Lengths, Measurement, Rows, Run
-from swa_jax.cli.options import check_length, fractions, in_prompts, numbers, text_files
+from swa_jax.cli.options import HELD_OUT_SEED, check_length, fractions, in_prompts, numbers, text_files
 
 DEFAULT_EXAMPLES = 50
 
@@ -46,9 +46,9 @@ def chains(
     check_length(evaluation.models[0][1].config, longest)
     tokenizer = evaluation.tokenizer
     hay = None if haystack is None else Haystack(tokenizer, text_files(haystack))
+    seed = HELD_OUT_SEED + evaluation.seed  # `select --chains` draws by the same generator
     drawn = {
-        cell: chain_examples(tokenizer, cell, num_examples=examples, gap=gap, haystack=hay, seed=evaluation.seed)
-        for cell in cells
+        cell: chain_examples(tokenizer, cell, num_examples=examples, gap=gap, haystack=hay, seed=seed) for cell in cells
     }
 
     def measure(run: Run) -> Iterator[Rows]:
