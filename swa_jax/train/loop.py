@@ -79,7 +79,7 @@ class CheckedRun:
 class TrainingRun(CheckedRun):
     """A run but for its state."""
 
-    model: Decoder  # at step 0
+    model: Decoder  # at step 0; without weights once they are in the state
     optimizer: optax.GradientTransformation
 
 
@@ -96,9 +96,7 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
     config = with_folders(as_begun(config)).without_auto()
     run = _prepare(config)
     meet()
-    trained, frozen = trained_and_frozen(run.model)
-    state = init_state(trained, run.optimizer, frozen, kept_weights(config, run.teacher, trained))
-    state = shard_state(state, run.partition, run.model.config)
+    run, state = _begin(run)
     folder = run.folder / "checkpoints"
     if config.init_optimizer and not from_first_process(lambda: has_checkpoint(folder)):
         state = with_earlier_optimizer(state, config)
@@ -112,7 +110,10 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
     ):
         data_state = None
         if checkpoints.newest is not None:
-            restored, data_state = checkpoints.restore(abstract_state(state.without_frozen()))
+            fresh = state.without_frozen()
+            wanted = abstract_state(fresh)
+            jax.tree.map(lambda x: x.delete(), fresh)  # there is no room for both
+            restored, data_state = checkpoints.restore(wanted)
             state = restored.with_frozen(state)
         done = int(state.step)
         peak = peak_flops(jax.devices()[0].device_kind)
@@ -369,6 +370,14 @@ def _prepare(config: TrainConfig) -> TrainingRun:
     warn_of_short_runs(config.optimizer, config.total_steps)
     optimizer = make_optimizer(config.optimizer, config.total_steps, run.model_config, config.rate_factors)
     return TrainingRun(**vars(run), model=model, optimizer=optimizer)
+
+
+def _begin(run: TrainingRun) -> tuple[TrainingRun, TrainState]:
+    """The run, and its state before step 0, which alone holds the weights from now on."""
+    trained, frozen = trained_and_frozen(run.model)
+    state = init_state(trained, run.optimizer, frozen, kept_weights(run.config, run.teacher, trained))
+    state = shard_state(state, run.partition, run.model_config)
+    return dataclasses.replace(run, model=nnx.eval_shape(lambda: run.model)), state
 
 
 def random_model(config: ModelConfig, pattern: AttentionPattern, seed: int, partition: Partition | None) -> Decoder:
