@@ -26,7 +26,8 @@ from swa_jax.model.lora import TARGETS, LoraConfig, LoraLinear, merge_lora, seed
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.remat import TrainingPass
 from swa_jax.train.config import TrainConfig
-from swa_jax.train.loop import _claimed, train
+from swa_jax.train.loop import train
+from swa_jax.train.records import claimed, records_of
 from swa_jax.train.step import init_state, make_loss, make_step, make_validation_loss
 
 ROOT = Path(__file__).parents[2]
@@ -267,7 +268,7 @@ def test_a_run_learns_resumes_to_the_bit_and_writes_model_and_adapter(settings, 
 
 
 def claim(run, config):
-    with _claimed(run, config):
+    with claimed(run, config, records_of(config, [])):
         pass
 
 

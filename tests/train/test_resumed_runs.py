@@ -1,5 +1,7 @@
 """What a run that goes on holds in memory, and what it must have in common with what it was."""
 
+import dataclasses
+
 import jax
 import pytest
 from tiny_models import BYTES
@@ -7,8 +9,10 @@ from training_runs import Interruption, interrupt_at
 
 import swa_jax.train.loop
 import swa_jax.train.run_checkpoints
+from swa_jax.base.errors import ConfigError
 from swa_jax.base.settings import from_dict, to_dict
 from swa_jax.model.parameters import parameters
+from swa_jax.model.pattern import AttentionPattern
 from swa_jax.train.loop import TrainConfig, train
 
 
@@ -54,3 +58,17 @@ def test_weights_and_moments_are_held_once(settings, monkeypatch):
     assert restoring < 0.1 * once
     assert len(steps) == 2
     assert max(steps) < 1.1 * once
+
+
+def test_an_edited_pattern_file_is_noticed(settings, tmp_path, monkeypatch):
+    file = tmp_path / "chosen.json"
+    settings |= {"pattern": str(file), "sliding_window": None}
+    first = AttentionPattern.from_recipe("layers:0", 2, sliding_window=8)
+    first.to_json(file)
+    interrupted(settings, monkeypatch)
+    AttentionPattern.from_recipe("layers:1", 2, sliding_window=8).to_json(file)
+    with pytest.raises(ConfigError, match=r"the attention patterns are not those that the run in .* began with"):
+        train(from_dict(TrainConfig, settings), quiet=True)
+    dataclasses.replace(first, provenance={"method": "another way to the same"}).to_json(file)
+    train(from_dict(TrainConfig, settings), quiet=True)
+    assert (tmp_path / "run" / "model").is_dir()
