@@ -1,5 +1,6 @@
 """LoRA: adapters change nothing at first, train alone, resume to the bit, merge, and are written as PEFT reads them."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file
-from tiny_models import PATTERNS, logits_of, model_of
+from tiny_models import PATTERNS, PLAIN, logits_of, model_of
 from training_runs import Interruption, assert_same_weights, interrupt_at, losses
 
 import swa_jax.train.loop
@@ -190,6 +191,18 @@ def test_dropout_is_of_the_adapters_input_in_training_alone():
     loss, weight = make_validation_loss(model, config, None)(*trained_and_frozen(model), BATCH)
     plain, _ = make_validation_loss(merged, config, None)(nnx.state(merged), nnx.State({}), BATCH)
     np.testing.assert_allclose(loss / weight, plain / weight, rtol=1e-5)
+
+
+def test_dropout_beside_linear_layers():
+    sizes = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 8}
+    config = dataclasses.replace(PLAIN, linear_layers=(0, 2), linear_value_head_dim=8, **sizes)
+
+    def hidden():
+        plain = Decoder(config, AttentionPattern.from_recipe("full", config), rngs=nnx.Rngs(0))
+        training = TrainingPass(dropout_key=jax.random.key(0))
+        return with_lora(plain, EVERYWHERE, nnx.Rngs(1)).features(jnp.asarray(TOKENS), training=training)[0]
+
+    assert jax.eval_shape(hidden).shape == (4, 20, 24)
 
 
 # ---- whole runs ----
