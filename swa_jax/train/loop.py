@@ -225,7 +225,6 @@ def _save_finished(run: TrainingRun, state: TrainState) -> Path:
     config, destination = run.config, run.folder / "model"
     if from_first_process(destination.exists):
         return destination
-    path = Path(config.tokenizer)
     hf_config = None
     if config.init_from is not None and run.model.config == open_checkpoint(config.init_from).config:
         hf_config = open_checkpoint(config.init_from).hf_config
@@ -234,7 +233,7 @@ def _save_finished(run: TrainingRun, state: TrainState) -> Path:
         trained = state.params if config.lora is None else nnx.state(model)
         nnx.update(model, cast_parameters(trained, config.save_dtype))
         check_lease()
-        save_model(model, destination, hf_config=hf_config, tokenizer_from=path if path.is_dir() else path.parent)
+        save_model(model, destination, hf_config=hf_config, tokenizer_from=config.tokenizer)
     except (OSError, ValueError) as error:  # ValueError: TensorStore's, of a full disk
         if isinstance(error, ConfigError) or not (isinstance(error, OSError) or full_disk(error)):
             raise
