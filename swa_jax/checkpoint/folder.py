@@ -111,7 +111,7 @@ def save_model(
         hf = make_hf_config(model.config, dtype=dtype)
     else:
         hf = {key: value for key, value in hf_config.items() if key != "torch_dtype"} | {"dtype": dtype}
-        _check_same_model(model_config(hf), model.config)
+        _check_same_model(dataclasses.replace(model_config(hf), model_type=model.config.model_type), model.config)
     table = tensor_names(model_config(hf), routers=model.routed)  # the names of the family that is written
     companions = {} if tokenizer_from is None else _tokenizer_files(Path(tokenizer_from))
     tensors, read = _unstack(model, table)

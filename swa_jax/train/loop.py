@@ -26,6 +26,7 @@ from jax.sharding import AbstractMesh
 from swa_jax.base.chips import peak_flops
 from swa_jax.base.errors import CheckpointError, ConfigError, NotFiniteError, full_disk, reason
 from swa_jax.base.settings import to_dict
+from swa_jax.checkpoint.families import with_keys_of
 from swa_jax.checkpoint.folder import load_model, open_checkpoint, save_model
 from swa_jax.checkpoint.peft import save_adapter
 from swa_jax.data.batches import Batches, check_source
@@ -225,15 +226,12 @@ def _save_finished(run: TrainingRun, state: TrainState) -> Path:
     config, destination = run.config, run.folder / "model"
     if from_first_process(destination.exists):
         return destination
-    hf_config = None
-    if config.init_from is not None and run.model.config == open_checkpoint(config.init_from).config:
-        hf_config = open_checkpoint(config.init_from).hf_config
     try:
         model = run.model if config.lora is None else _merged(run, state)
         trained = state.params if config.lora is None else nnx.state(model)
         nnx.update(model, cast_parameters(trained, config.save_dtype))
         check_lease()
-        save_model(model, destination, hf_config=hf_config, tokenizer_from=config.tokenizer)
+        save_model(model, destination, hf_config=_hf_config(run), tokenizer_from=config.tokenizer)
     except (OSError, ValueError) as error:  # ValueError: TensorStore's, of a full disk
         if isinstance(error, ConfigError) or not (isinstance(error, OSError) or full_disk(error)):
             raise
@@ -243,6 +241,15 @@ def _save_finished(run: TrainingRun, state: TrainState) -> Path:
         ) from error
     from_first_process(lambda: None)
     return destination
+
+
+def _hf_config(run: TrainingRun) -> dict[str, Any]:
+    """The finished model's `config.json`: that of the model it started from, or what says the same beside changes."""
+    if run.config.init_from is None:
+        said: dict[str, Any] = {"bos_token_id": run.tokenizer.bos_id, "eos_token_id": run.tokenizer.eos_id}
+        return with_keys_of(said, run.model_config)
+    source = open_checkpoint(run.config.init_from)
+    return source.hf_config if source.config == run.model_config else with_keys_of(source.hf_config, run.model_config)
 
 
 def _merged(run: TrainingRun, state: TrainState) -> Decoder:
