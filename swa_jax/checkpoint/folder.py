@@ -94,7 +94,7 @@ def save_model(
       destination: a folder that does not exist yet, or is empty.
       hf_config: the `config.json` to keep, such as that of the model this one was trained from; it must describe
         `model.config`. None: written from `model.config`.
-      tokenizer_from: a folder whose tokenizer files are copied.
+      tokenizer_from: a folder whose tokenizer files are copied; or a tokenizer.json, whatever its name.
 
     Raises `ConfigError` if `hf_config` describes another model or the model has LoRA adapters, `CheckpointError` if the
     destination is in use.
@@ -111,9 +111,9 @@ def save_model(
         hf = make_hf_config(model.config, dtype=dtype)
     else:
         hf = {key: value for key, value in hf_config.items() if key != "torch_dtype"} | {"dtype": dtype}
-        _check_same_model(model_config(hf), model.config)
+        _check_same_model(dataclasses.replace(model_config(hf), model_type=model.config.model_type), model.config)
     table = tensor_names(model_config(hf), routers=model.routed)  # the names of the family that is written
-    companions = {} if tokenizer_from is None else read_companions(Path(tokenizer_from))
+    companions = {} if tokenizer_from is None else _tokenizer_files(Path(tokenizer_from))
     tensors, read = _unstack(model, table)
     write_checkpoint(destination, hf, model.pattern, tensors, read, companions=companions)
     return destination
@@ -387,6 +387,13 @@ def read_companions(folder: ModelFolder) -> dict[str, bytes]:
     """The tokenizer's files of a folder and others of their kind. Raises as `sources.companion`."""
     found = {name: companion(folder, name) for name in COMPANIONS}
     return {name: file.read_bytes() for name, file in found.items() if file is not None}
+
+
+def _tokenizer_files(path: Path) -> dict[str, bytes]:
+    """Those of a folder, or of a file and what lies beside it."""
+    if not path.is_file():
+        return read_companions(path)
+    return read_companions(path.parent) | {"tokenizer.json": path.read_bytes()}
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -220,7 +220,7 @@ class Decoder(nnx.Module):
         """The same weights under another pattern (arrays are shared). Routed layers get fresh routers from `rngs`."""
         pattern.validate(self.config)
         routed = SWITCH in pattern.layer_types
-        dtype = self.embedding[...].dtype
+        dtype = self.embedding.get_value().dtype  # may be a shape alone
         other = nnx.eval_shape(lambda: Decoder(self.config, pattern, dtype=dtype, rngs=nnx.Rngs(0)))
         if (lora := self.lora) is not None:
             other = nnx.eval_shape(lambda: with_lora(other, lora, nnx.Rngs(0)))

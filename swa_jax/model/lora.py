@@ -169,7 +169,7 @@ def trained_and_frozen(model: Adaptable) -> tuple[nnx.State, nnx.State]:
 
 def seed_dropout(block: nnx.Module, key: jax.Array) -> None:
     """Have one layer's adapters drop inputs, each its own, until the block is thrown away."""
-    modules = [getattr(getattr(block, part), name, None) for name, part in TARGETS.items()]
+    modules = [getattr(getattr(block, part, None), name, None) for name, part in TARGETS.items()]
     for i, projection in enumerate(module for module in modules if isinstance(module, LoraLinear)):
         projection.dropout_key = jax.random.fold_in(key, i)
 

@@ -84,7 +84,7 @@ class TrainConfig:
     plan_model: str | None = None  # a file with the sizes of `init_from`'s model: for a plan before that is there
     init_optimizer: bool = False  # go on with the optimizer state of the run that made `init_from`
     model_changes: ModelChanges = dataclasses.field(default_factory=ModelChanges)  # to `init_from`'s model
-    pattern: str = "full"  # a recipe, or the path of a pattern JSON
+    pattern: str | None = None  # a recipe, or a pattern JSON; left out: `init_from`'s own, or "full"
     method: Literal["swiattn", "full", "static-hybrid", "swa-cpt", "swa-zero-shot"] | None = None  # in place of pattern
     sliding_window: int | None = None
     num_sink_tokens: int | None = None
@@ -124,7 +124,7 @@ class TrainConfig:
                 "'init_optimizer' goes on with the optimizer of the run that made 'init_from': "
                 + ("set 'init_from' to that run's model" if self.lora is None else "new LoRA adapters have none")
             )
-        if self.method is not None and self.pattern != "full":
+        if self.method is not None and self.pattern is not None:
             raise ConfigError(f"'method' = {self.method} stands for a pattern, but 'pattern' is set too: drop one")
         if not self.stages:
             raise ConfigError("'stages' is empty: name at least one, with steps, sequence_length and batch_size")
@@ -181,9 +181,11 @@ class TrainConfig:
         return Window(self.sliding_window, self.num_sink_tokens)
 
     @property
-    def attention(self) -> str:
-        """The recipe or pattern file that the run trains under."""
-        return self.pattern if self.method is None else METHODS[self.method]
+    def attention(self) -> str | None:
+        """The recipe or pattern file that the run trains under; None: the pattern of the model that it starts from."""
+        if self.method is not None:
+            return METHODS[self.method]
+        return "full" if self.init_from is None and self.pattern is None else self.pattern
 
     @property
     def training(self) -> TrainingPass:

@@ -16,8 +16,9 @@ from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import AUTO, MeshConfig
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.earlier_run import as_begun
-from swa_jax.train.loop import check_folder, check_run, describe_stage, make_partition
+from swa_jax.train.loop import check_run, describe_stage, make_partition
 from swa_jax.train.patterns import with_folders
+from swa_jax.train.records import check_folder, records_of
 from swa_jax.train.run_checkpoints import newest_step
 
 
@@ -41,7 +42,7 @@ def describe_run(config: TrainConfig, devices: int | None = None) -> str:
             mesh = f"to be chosen on TPUs; as it stands, {error}"
             config, others = dataclasses.replace(config, mesh=MeshConfig(1, 1, 1, 1, expert=1)), 1
     checked = check_run(config, others)
-    check_folder(Path(config.output), config.without_auto())
+    check_folder(checked.folder, config.without_auto(), records_of(config, checked.all_patterns))
     done = newest_step(Path(config.output) / "checkpoints")
     start = f"goes on from step {done} of {config.total_steps}" if done else f"begins, {config.total_steps} steps"
     source = "drawn at random" if config.init_from is None else f"from {config.init_from}"

@@ -1,9 +1,9 @@
 """Training: pretraining, continued pretraining (CPT) and SwiAttn's routed CPT, from one YAML file, on one device or
 many.
 
-A run folder holds `config.yaml` (resolved), `metrics.jsonl` (one line a step), `checkpoints/` and, at the end,
-`model/` and `loss.png`; under LoRA also `adapter/`, what was trained, which is merged in `model/`. Started again with
-the same configuration, a run goes on from its last checkpoint, bit for bit.
+A run folder holds `config.yaml` (resolved), `patterns.json`, `metrics.jsonl` (one line a step), `checkpoints/` and, at
+the end, `model/` and `loss.png`; under LoRA also `adapter/`, what was trained, which is merged in `model/`. Started
+again with the same configuration, a run goes on from its last checkpoint, bit for bit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,9 @@ from jax.sharding import AbstractMesh
 
 from swa_jax.base.chips import peak_flops
 from swa_jax.base.errors import CheckpointError, ConfigError, NotFiniteError, full_disk, reason
-from swa_jax.base.files import alone, sum_of_file, write_text
-from swa_jax.base.settings import from_dict, parse_yaml, to_dict, to_yaml
-from swa_jax.checkpoint.folder import MANIFEST_FILE, load_model, open_checkpoint, save_model
+from swa_jax.base.settings import to_dict
+from swa_jax.checkpoint.families import with_keys_of
+from swa_jax.checkpoint.folder import load_model, open_checkpoint, save_model
 from swa_jax.checkpoint.peft import save_adapter
 from swa_jax.data.batches import Batches, check_source
 from swa_jax.data.tokenizer import Tokenizer, check_same_tokens, load_tokenizer
@@ -47,7 +47,8 @@ from swa_jax.train.earlier_run import as_begun, check_earlier_run, with_earlier_
 from swa_jax.train.optimizer import make_optimizer, warn_of_short_runs
 from swa_jax.train.patterns import check_patterns, find_start, run_pattern, stage_patterns, with_folders
 from swa_jax.train.preemption import Preempted, preemption_notices
-from swa_jax.train.run_checkpoints import RunCheckpoints, from_first_process, has_checkpoint, recorded
+from swa_jax.train.records import claimed, records_of
+from swa_jax.train.run_checkpoints import RunCheckpoints, from_first_process, has_checkpoint
 from swa_jax.train.run_log import RunLog, draw_losses
 from swa_jax.train.stage_data import local_rows, open_stages, stage_batches
 from swa_jax.train.step import TrainState, abstract_state, init_state, make_step, make_validation_loss, shard_state
@@ -74,12 +75,18 @@ class CheckedRun:
     def folder(self) -> Path:
         return Path(self.config.output)
 
+    @property
+    def all_patterns(self) -> list[AttentionPattern]:
+        """The model's, those of the stages, and the teacher's."""
+        teacher = [] if self.teacher is None else [self.teacher.pattern]
+        return [self.pattern, *itertools.chain(*self.patterns), *teacher]
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainingRun(CheckedRun):
     """A run but for its state."""
 
-    model: Decoder  # at step 0
+    model: Decoder  # at step 0; without weights once they are in the state
     optimizer: optax.GradientTransformation
 
 
@@ -97,23 +104,24 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
     config = with_folders(as_begun(config)).without_auto()
     run = _prepare(config)
     meet()
-    trained, frozen = trained_and_frozen(run.model)
-    state = init_state(trained, run.optimizer, frozen, kept_weights(config, run.teacher, trained))
-    state = shard_state(state, run.partition, run.model.config)
-    folder = run.folder / "checkpoints"
+    run, state = _begin(run)
+    folder, records = run.folder / "checkpoints", records_of(config, run.all_patterns)
     if config.init_optimizer and not from_first_process(lambda: has_checkpoint(folder)):
         state = with_earlier_optimizer(state, config)
     first = jax.process_index() == 0
-    keep, keep_period, records = config.keep_checkpoints, config.keep_checkpoint_period, _records(config)
+    keep, keep_period = config.keep_checkpoints, config.keep_checkpoint_period
     with (
         # The others wait for the first when they look for checkpoints.
-        _claimed(run.folder, config) if first else contextlib.nullcontext(),
+        claimed(run.folder, config, records) if first else contextlib.nullcontext(),
         preemption_notices() as preempted,
         RunCheckpoints(folder, keep=keep, keep_period=keep_period, records=records) as checkpoints,
     ):
         data_state = None
         if checkpoints.newest is not None:
-            restored, data_state = checkpoints.restore(abstract_state(state.without_frozen()))
+            fresh = state.without_frozen()
+            wanted = abstract_state(fresh)
+            jax.tree.map(lambda x: x.delete(), fresh)  # there is no room for both
+            restored, data_state = checkpoints.restore(wanted)
             state = restored.with_frozen(state)
         done = int(state.step)
         peak = peak_flops(jax.devices()[0].device_kind)
@@ -219,16 +227,12 @@ def _save_finished(run: TrainingRun, state: TrainState, named: str | None) -> Pa
     config, destination = run.config, run.folder / "model"
     if from_first_process(destination.exists):
         return destination
-    path = Path(config.tokenizer)
-    hf_config = None
-    if config.init_from is not None and run.model.config == open_checkpoint(config.init_from).config:
-        hf_config = open_checkpoint(config.init_from).hf_config
     try:
         model = run.model if config.lora is None else _merged(run, state, named)
         trained = state.params if config.lora is None else nnx.state(model)
         nnx.update(model, cast_parameters(trained, config.save_dtype))
         check_lease()
-        save_model(model, destination, hf_config=hf_config, tokenizer_from=path if path.is_dir() else path.parent)
+        save_model(model, destination, hf_config=_hf_config(run), tokenizer_from=config.tokenizer)
     except (OSError, ValueError) as error:  # ValueError: TensorStore's, of a full disk
         if isinstance(error, ConfigError) or not (isinstance(error, OSError) or full_disk(error)):
             raise
@@ -238,6 +242,15 @@ def _save_finished(run: TrainingRun, state: TrainState, named: str | None) -> Pa
         ) from error
     from_first_process(lambda: None)
     return destination
+
+
+def _hf_config(run: TrainingRun) -> dict[str, Any]:
+    """The finished model's `config.json`: that of the model it started from, or what says the same beside changes."""
+    if run.config.init_from is None:
+        said: dict[str, Any] = {"bos_token_id": run.tokenizer.bos_id, "eos_token_id": run.tokenizer.eos_id}
+        return with_keys_of(said, run.model_config)
+    source = open_checkpoint(run.config.init_from)
+    return source.hf_config if source.config == run.model_config else with_keys_of(source.hf_config, run.model_config)
 
 
 def _merged(run: TrainingRun, state: TrainState, named: str | None) -> Decoder:
@@ -374,6 +387,14 @@ def _prepare(config: TrainConfig) -> TrainingRun:
     return TrainingRun(**vars(run), model=model, optimizer=optimizer)
 
 
+def _begin(run: TrainingRun) -> tuple[TrainingRun, TrainState]:
+    """The run, and its state before step 0, which alone holds the weights from now on."""
+    trained, frozen = trained_and_frozen(run.model)
+    state = init_state(trained, run.optimizer, frozen, kept_weights(run.config, run.teacher, trained))
+    state = shard_state(state, run.partition, run.model_config)
+    return dataclasses.replace(run, model=nnx.eval_shape(lambda: run.model)), state
+
+
 def random_model(config: ModelConfig, pattern: AttentionPattern, seed: int, partition: Partition | None) -> Decoder:
     """A model drawn at random in f32; on a mesh every device draws its own part, and the whole is the same."""
 
@@ -386,79 +407,6 @@ def random_model(config: ModelConfig, pattern: AttentionPattern, seed: int, part
     shardings = state_shardings(abstract, partition, config)
     with split_over_devices():
         return nnx.merge(graph, jax.jit(lambda: nnx.state(draw()), out_shardings=shardings)())
-
-
-CONFIG_FILE = "config.yaml"
-BASE_FILE = "base.sha256"  # of the model that adapters are trained on, or that teaches: checkpoints do not hold it
-# When a run goes on: where it computes and what it tells, not what it learns. The output may have been moved.
-_MAY_CHANGE = ("mesh", "sharding", "log", "output")
-
-
-def _records(config: TrainConfig) -> dict[str, str]:
-    """What says which run this is, by file: in the run's folder, and in every checkpoint."""
-    base = _base_digest(config)
-    settings = {CONFIG_FILE: to_yaml(config)}  # last: then all else is there
-    return settings if base is None else {BASE_FILE: base + "\n"} | settings
-
-
-@contextlib.contextmanager
-def _claimed(run: Path, config: TrainConfig) -> Iterator[None]:
-    """The run's folder for this process alone, with the records in it; if it holds a checkpoint or a model, check first
-    that its run is the same one."""
-    records = _records(config)
-    check_folder(run, config, records.get(BASE_FILE))
-    run.mkdir(parents=True, exist_ok=True)
-    with alone(run, "training in"):
-        for name, text in records.items():
-            write_text(run / name, text)
-        yield
-
-
-def check_folder(run: Path, config: TrainConfig, base: str | None = None) -> None:
-    """Raise `ConfigError` for a folder that holds another run; `base`: what is recorded of the frozen weights."""
-    started = has_checkpoint(run / "checkpoints")
-    finished = next((run / name for name in ("model", "adapter") if (run / name).exists()), None)
-    if started or finished is not None:
-        _check_same_run(run, config, base if started else None)
-    if finished is not None and not started and config.total_steps:
-        raise ConfigError(
-            f"{finished} is there, but no checkpoint of the run that made it is: training anew would not replace it; "
-            "set 'output' to a new folder, or move it away"
-        )
-
-
-def _check_same_run(run: Path, config: TrainConfig, base: str | None) -> None:
-    """Compare what the run in a folder has recorded with how it is to go on; `base`: where that matters."""
-    file = recorded(run, CONFIG_FILE)
-    if file is None:
-        raise ConfigError(
-            f"{run} holds a run whose settings are unknown, because {run / CONFIG_FILE} is missing: bring that file "
-            "back, or set 'output' to a new folder"
-        )
-    text = file.read_text()
-    if (run / CONFIG_FILE).is_file() and (run / CONFIG_FILE).read_text() == text:
-        file = run / CONFIG_FILE  # the copy that is easier to find
-    resolved, before = to_dict(config), to_dict(from_dict(TrainConfig, parse_yaml(text, str(file))))
-    changed = sorted(key for key in resolved if before.get(key) != resolved[key] and key not in _MAY_CHANGE)
-    if changed:
-        raise ConfigError(
-            f"{run} holds a run whose '{changed[0]}' differs: set 'output' to a new folder, or resume with "
-            f"{file} as it is"
-        )
-    if base is not None and ((old := recorded(run, BASE_FILE)) is None or old.read_text() != base):
-        raise ConfigError(
-            f"'init_from' = {config.init_from} is not the model that the run in {run} began with: bring that "
-            "one back, or set 'output' to a new folder"
-        )
-
-
-def _base_digest(config: TrainConfig) -> str | None:
-    """The sum of the manifest of the weights that stay as they are, under LoRA and of a teacher; it holds the sums of
-    their files."""
-    if config.lora is None and not config.teaches:
-        return None
-    assert config.init_from is not None
-    return sum_of_file(Path(config.init_from) / MANIFEST_FILE)
 
 
 # ---- what is shown ----

@@ -71,7 +71,9 @@ def run_pattern(
     It leaves out the `nope_full_layers` that the model itself says (`find_start`).
     """
     window = Window(None if stage is None else stage.sliding_window).of(config.window, needed=False)
-    source = config.attention if name is None else name
+    source: AttentionPattern | str | None = config.attention if name is None else name
+    if source is None:
+        source = start.pattern or "full"  # a plan may come before the model is there
     pattern = load_pattern(source, start.config, window, default_window=start.window, seed=config.seed)
     said = all(start.config.rope_kinds_by_layer[layer] == "none" for layer in pattern.full_layers)
     return dataclasses.replace(pattern, nope_full_layers=pattern.nope_full_layers and not said)

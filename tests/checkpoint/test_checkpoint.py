@@ -136,6 +136,13 @@ def test_a_given_config_is_kept_if_it_describes_the_model(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+def test_a_tokenizer_file_may_have_any_name(tmp_path):
+    (tmp_path / "mine.json").write_text("of this model")
+    (tmp_path / "tokenizer.json").write_text("of another one")
+    saved = save_model(base_model(PLAIN), tmp_path / "saved", tokenizer_from=tmp_path / "mine.json")
+    assert (saved / "tokenizer.json").read_text() == "of this model"
+
+
 def test_a_flipped_byte_is_named_by_file(saved):
     file = saved / "weights" / "model.safetensors"
     whole, middle = file.read_bytes(), file.stat().st_size // 2

@@ -17,6 +17,7 @@ from flax import nnx
 from tiny_models import make
 
 import swa_jax.train.loop
+import swa_jax.train.records
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.settings import from_dict, load_config
 from swa_jax.checkpoint.folder import save_model
@@ -210,14 +211,19 @@ def test_a_batch_that_does_not_divide_on_four_devices(file, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def claimed(folder, file, *overrides):
+    config = load_config(TrainConfig, file, overrides)
+    return swa_jax.train.records.claimed(folder, config, swa_jax.train.records.records_of(config, []))
+
+
 def test_two_runs_in_one_folder(file, tmp_path):
     """The second would drop lines of the first one's log, and write over its checkpoints."""
-    with swa_jax.train.loop._claimed(tmp_path / "run", load_config(TrainConfig, file)):
+    with claimed(tmp_path / "run", file):
         before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
         sentence = fails("train", file, "log.every=2")
         assert sentence == f"another process is training in {tmp_path / 'run'}: wait for it, or name another folder"
         assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
-    with swa_jax.train.loop._claimed(tmp_path / "run", load_config(TrainConfig, file)):
+    with claimed(tmp_path / "run", file):
         pass
 
 
@@ -225,11 +231,11 @@ def test_a_run_that_goes_on_may_change_its_mesh_and_nothing_that_it_learns(file,
     run = tmp_path / "run"
 
     def claim(*overrides, folder=run):
-        with swa_jax.train.loop._claimed(folder, load_config(TrainConfig, file, overrides)):
+        with claimed(folder, file, *overrides):
             pass
 
     claim()
-    monkeypatch.setattr(swa_jax.train.loop, "has_checkpoint", lambda folder: True)
+    monkeypatch.setattr(swa_jax.train.records, "has_checkpoint", lambda folder: True)
     moved = tmp_path / "moved"
     shutil.copytree(run, moved)
     claim(f"output={moved}", folder=moved)

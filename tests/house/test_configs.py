@@ -78,8 +78,8 @@ def test_every_configuration_and_its_variants_can_be_read(name):
         assert config.output.startswith("runs/")
         if config.model is not None:
             load_pattern(config.attention, config.model, config.window)
-        elif config.pattern.endswith(".json"):
-            AttentionPattern.from_json(Path(config.pattern))
+        elif config.attention.endswith(".json"):
+            AttentionPattern.from_json(Path(config.attention))
         else:
             AttentionPattern.from_recipe(config.attention, 8, sliding_window=config.sliding_window)
         if overrides:

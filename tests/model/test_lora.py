@@ -1,5 +1,6 @@
 """LoRA: adapters change nothing at first, train alone, resume to the bit, merge, and are written as PEFT reads them."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file
-from tiny_models import PATTERNS, logits_of, model_of
+from tiny_models import PATTERNS, PLAIN, logits_of, model_of
 from training_runs import Interruption, assert_same_weights, interrupt_at, losses
 
 import swa_jax.train.loop
@@ -26,7 +27,8 @@ from swa_jax.model.lora import TARGETS, LoraConfig, LoraLinear, merge_lora, seed
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.remat import TrainingPass
 from swa_jax.train.config import TrainConfig
-from swa_jax.train.loop import _claimed, train
+from swa_jax.train.loop import train
+from swa_jax.train.records import claimed, records_of
 from swa_jax.train.step import init_state, make_loss, make_step, make_validation_loss
 
 ROOT = Path(__file__).parents[2]
@@ -191,6 +193,18 @@ def test_dropout_is_of_the_adapters_input_in_training_alone():
     np.testing.assert_allclose(loss / weight, plain / weight, rtol=1e-5)
 
 
+def test_dropout_beside_linear_layers():
+    sizes = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 8}
+    config = dataclasses.replace(PLAIN, linear_layers=(0, 2), linear_value_head_dim=8, **sizes)
+
+    def hidden():
+        plain = Decoder(config, AttentionPattern.from_recipe("full", config), rngs=nnx.Rngs(0))
+        training = TrainingPass(dropout_key=jax.random.key(0))
+        return with_lora(plain, EVERYWHERE, nnx.Rngs(1)).features(jnp.asarray(TOKENS), training=training)[0]
+
+    assert jax.eval_shape(hidden).shape == (4, 20, 24)
+
+
 # ---- whole runs ----
 
 
@@ -279,7 +293,7 @@ def test_an_adapter_names_the_base_that_the_run_started_from(settings, tmp_path,
 
 
 def claim(run, config):
-    with _claimed(run, config):
+    with claimed(run, config, records_of(config, [])):
         pass
 
 

@@ -239,7 +239,7 @@ def test_committed_configurations_can_be_used(file):
         vocab = VOCAB_SIZE if learned else load_tokenizer(ROOT / config.tokenizer).vocab_size
         assert vocab <= config.model.vocab_size
         for stage in config.stages:
-            for name in stage.patterns or (config.pattern,):
+            for name in stage.patterns or (config.attention,):
                 load_pattern(name, config.model, Window(stage.sliding_window or config.sliding_window))
 
 
@@ -257,6 +257,23 @@ def test_full_layers_without_rope_are_as_if_they_were_written_out(settings):
     # The model says it, so its pattern need not: a server can have it.
     assert run_pattern(without_rope(settings), start) == run_pattern(as_written, start)
     assert not start.teacher.rope_layers  # which keeps its positions
+
+
+def test_a_run_keeps_the_pattern_of_the_model_that_it_starts_from(settings, tmp_path):
+    model = from_dict(TrainConfig, settings).model
+    own = AttentionPattern.from_recipe("layers:1", 2, sliding_window=8)
+    save_model(Decoder(model, own, rngs=nnx.Rngs(0)), tmp_path / "hybrid")
+    del settings["pattern"], settings["sliding_window"]
+    assert config_of(settings).attention == "full"
+    started = settings | {"model": None, "init_from": str(tmp_path / "hybrid")}
+
+    def chosen(**changes):
+        config = config_of(started, **changes)
+        return run_pattern(config, find_start(config))
+
+    assert chosen() == own
+    assert chosen(sliding_window=5) == dataclasses.replace(own, sliding_window=5)
+    assert chosen(pattern="full").full_layers == chosen(method="full").full_layers == (0, 1)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from importlib import import_module
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.settings import nearest
 from swa_jax.checkpoint.families.common import Family, HfConfig, HfKeys
-from swa_jax.checkpoint.families.grammar import check_types
+from swa_jax.checkpoint.families.grammar import TOKEN_KEYS, check_types
 from swa_jax.checkpoint.families.rope import ROPE_KEYS
 from swa_jax.checkpoint.families.windows import WINDOW_KEYS
 from swa_jax.model.config import ModelConfig
@@ -100,6 +100,14 @@ def hf_config(config: ModelConfig, pattern: AttentionPattern | None = None, *, d
     if not _reads_as(hf, config):
         hf = _written(_OURS, config)
     return apply_pattern(hf | {"dtype": dtype}, pattern or AttentionPattern.everywhere(FULL, config))[0]
+
+
+def with_keys_of(hf: HfConfig, config: ModelConfig) -> HfKeys:
+    """The `config.json` of a model that has changed, with what `hf` says beside the model: the ids of tokens at least,
+    and all that its family takes."""
+    made, tokens = hf_config(config), {key: hf[key] for key in TOKEN_KEYS if key in hf}
+    rest = {key: value for key, value in hf.items() if key not in (*ROPE_KEYS, *WINDOW_KEYS)} | made | tokens
+    return rest if _reads_as(rest, config) else made | tokens
 
 
 def _reads_as(hf: HfConfig, config: ModelConfig) -> bool:

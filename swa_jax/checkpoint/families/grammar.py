@@ -32,7 +32,7 @@ _SIZES = (
     "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "moe_intermediate_size",
     "num_attention_heads", "num_key_value_heads", "sliding_window", "vocab_size",
 )  # fmt: skip
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _TEXTS = ("dtype", "torch_dtype", "transformers_version")
 _LISTS_OF_TYPES = ("layer_types", "mlp_layer_types")
 MOST = 2**31 - 1  # positions, rows and columns are counted in 32 bits
@@ -104,7 +104,7 @@ _GRAMMAR: Grammar = (
     (_SWITCHES, *SWITCH),
     (_NUMBERS, *NUMBER),
     (_SIZES, f"at most {MOST}", _is_size),
-    (_TOKENS, *TOKENS),
+    (TOKEN_KEYS, *TOKENS),
     (_TEXTS, "a text", lambda value: isinstance(value, str)),
     (("architectures",), "a list of names", _are_texts),
     (_LISTS_OF_TYPES, "a list with one type a layer", _are_texts),

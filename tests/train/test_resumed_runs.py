@@ -1,0 +1,74 @@
+"""What a run that goes on holds in memory, and what it must have in common with what it was."""
+
+import dataclasses
+
+import jax
+import pytest
+from tiny_models import BYTES
+from training_runs import Interruption, interrupt_at
+
+import swa_jax.train.loop
+import swa_jax.train.run_checkpoints
+from swa_jax.base.errors import ConfigError
+from swa_jax.base.settings import from_dict, to_dict
+from swa_jax.model.parameters import parameters
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.train.loop import TrainConfig, train
+
+
+@pytest.fixture
+def settings(tmp_path, byte_tokenizer):
+    (tmp_path / "text.txt").write_text("One of the special magic numbers for brave-otter is: 4821673.\n" * 40)
+    data = [{"files": [f"{tmp_path}/text.txt"]}]
+    return {
+        "output": str(tmp_path / "run"),
+        "tokenizer": str(byte_tokenizer),
+        "model": to_dict(BYTES),
+        "pattern": "window",
+        "sliding_window": 8,
+        "checkpoint_every": 1,
+        "optimizer": {"schedule": "constant"},
+        "stages": [{"steps": 3, "sequence_length": 16, "batch_size": 4, "data": data}],
+    }
+
+
+def interrupted(settings, monkeypatch, step=2):
+    with monkeypatch.context() as patched:
+        interrupt_at(patched, step)
+        with pytest.raises(Interruption):
+            train(from_dict(TrainConfig, settings), quiet=True)
+
+
+def test_weights_and_moments_are_held_once(settings, monkeypatch):
+    before, held = sum(x.nbytes for x in jax.live_arrays()), []
+
+    def note(function):
+        def noted(*arguments):
+            held.append(sum(x.nbytes for x in jax.live_arrays()) - before)
+            return function(*arguments)
+
+        return noted
+
+    interrupted(settings, monkeypatch)
+    monkeypatch.setattr(swa_jax.train.run_checkpoints, "load_state", note(swa_jax.train.run_checkpoints.load_state))
+    monkeypatch.setattr(swa_jax.train.loop, "place_batch", note(swa_jax.train.loop.place_batch))
+    train(from_dict(TrainConfig, settings), quiet=True)
+    restoring, *steps = held
+    once = 3 * 4 * sum(parameter.size for parameter in parameters(BYTES))  # f32, with Adam's two moments
+    assert restoring < 0.1 * once
+    assert len(steps) == 2
+    assert max(steps) < 1.1 * once
+
+
+def test_an_edited_pattern_file_is_noticed(settings, tmp_path, monkeypatch):
+    file = tmp_path / "chosen.json"
+    settings |= {"pattern": str(file), "sliding_window": None}
+    first = AttentionPattern.from_recipe("layers:0", 2, sliding_window=8)
+    first.to_json(file)
+    interrupted(settings, monkeypatch)
+    AttentionPattern.from_recipe("layers:1", 2, sliding_window=8).to_json(file)
+    with pytest.raises(ConfigError, match=r"the attention patterns are not those that the run in .* began with"):
+        train(from_dict(TrainConfig, settings), quiet=True)
+    dataclasses.replace(first, provenance={"method": "another way to the same"}).to_json(file)
+    train(from_dict(TrainConfig, settings), quiet=True)
+    assert (tmp_path / "run" / "model").is_dir()
