@@ -321,7 +321,7 @@ def check_room(folder: Path, size: int) -> None:
 # to the sums of weights, data and options, which `digest` makes keys of. Equal keys, equal results.
 
 START_OVER = "name another file, or remove this one to start over"
-_STARTS = b'{"content": ', b'{"key": '  # of our lines
+_STARTS = (b'{"content": ', b'{"key": ')  # of our lines
 
 
 def digest(value: Any) -> str:
@@ -383,11 +383,9 @@ class Store:
             stream.write(_line({"key": key} | self._part | record))
 
     def _read(self, file: Path, kind: str) -> None:
-        *lines, half = file.read_bytes().split(b"\n")
+        lines, half = _lines(file, kind)
         if half:
             self._whole = sum(len(line) + 1 for line in lines)
-        if not lines and not any(half[:8] == start[: len(half[:8])] for start in _STARTS):
-            raise ConfigError(f"{file} holds no {kind}: {START_OVER}")
         values = [_value(line, file) for line in lines]
         if self._content is not None and lines:
             if values[0] is None or values[0].keys() != {"content"}:
@@ -398,8 +396,25 @@ class Store:
             if value and "key" in value and value.pop("part", "") == self._part.get("part", ""):
                 self.records[value.pop("key")] = value
         if damaged := [str(number) for number, value in enumerate(values, 1) if value is None]:
-            lines_of = f"lines {', '.join(damaged)} are" if len(damaged) > 1 else f"line {damaged[0]} is"
-            log.warning("%s: %s damaged and does not count: what it held is made again", file, lines_of)
+            one, few = len(damaged) == 1, f"lines {', '.join(damaged)}"
+            which = f"line {damaged[0]}" if one else few if len(damaged) < 9 else f"{len(damaged)} lines"
+            rest = "is damaged and does not count: what it" if one else "are damaged and do not count: what they"
+            log.warning("%s: %s %s held is made again", file, which, rest)
+
+
+def check_store(file: Path, kind: str) -> None:
+    """Raise `ConfigError` if a file is there and `Store` would refuse it: no line of it is ours."""
+    if file.exists():
+        _lines(file, kind)
+
+
+def _lines(file: Path, kind: str) -> tuple[list[bytes], bytes]:
+    """The whole lines of a store's file, and what a kill has left behind them. Raises as `check_store`."""
+    *lines, half = file.read_bytes().split(b"\n")
+    cut = not lines and any(half[:8] == start[: len(half[:8])] for start in _STARTS)
+    if not cut and not any(line.startswith(_STARTS) for line in lines):
+        raise ConfigError(f"{file} holds no {kind}: {START_OVER}")
+    return lines, half
 
 
 def _line(value: dict[str, Any]) -> bytes:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 import typer
 
 from swa_jax.base.errors import ConfigError
+from swa_jax.base.files import check_store
 from swa_jax.base.settings import nearest
 from swa_jax.cli.groups import expand
 from swa_jax.cli.options import (
@@ -71,6 +72,8 @@ def select(
 
     budget.check(method.chooses)
     written.check()
+    if method.keeps:
+        check_store(written.scores, "scores of a search")
     if method.name not in BY_PLACE and not written.force:
         check_window(window.as_window.size, kind.length)
     partition = parse_mesh(mesh)

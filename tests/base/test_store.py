@@ -71,6 +71,18 @@ def test_a_damaged_line_is_one_sentence_and_costs_no_other(tmp_path, seed, caplo
     assert Store(file, "scores", CONTENT).records == whole.records
 
 
+@pytest.mark.parametrize(("count", "which"), [(3, "lines 2, 3, 4"), (9, "9 lines")])
+def test_many_damaged_lines_are_one_sentence(tmp_path, count, which, caplog):
+    file = tmp_path / "scores.jsonl"
+    made(file)
+    first, *lines = file.read_text().split("\n")
+    file.write_text("\n".join([first, *["?"] * count, *lines[count:]]))
+    assert len(Store(file, "scores", CONTENT).records) == 16 - count
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{file}: {which} are damaged and do not count: what they held is made again"
+    ]
+
+
 def test_other_content_is_refused_and_left_as_it_is(tmp_path):
     file = tmp_path / "scores.jsonl"
     made(file)
@@ -84,18 +96,25 @@ def test_other_content_is_refused_and_left_as_it_is(tmp_path):
             Store(file, "scores", CONTENT | changed)
     with pytest.raises(ConfigError, match="gone was 1 there and is None here"):
         check_content(file, "scores", {"gone": 1}, {})
-    for data in (b'{"rows": []}\n', b"\xff\n" + before, before.replace(b'"content": {', b'"content": {"x": 1, ', 1)):
+    damaged = ", or its first line is damaged"
+    for data, said in (
+        (b'{"rows": []}\n', ""),
+        (b"\xff\n" + before, damaged),
+        (before.replace(b'"content": {', b'"content": {"x": 1, ', 1), damaged),
+    ):
         file.write_bytes(data)
-        with pytest.raises(ConfigError, match=r"scores.jsonl holds no scores, or its first line is damaged: name"):
+        with pytest.raises(ConfigError, match=f"scores.jsonl holds no scores{said}: name"):
             Store(file, "scores", CONTENT)
         assert file.read_bytes() == data
 
 
 @pytest.mark.parametrize("content", [CONTENT, None])
-@pytest.mark.parametrize("data", [b"{}", b'{"format": 1}', b"a text", b"\x00"])
+@pytest.mark.parametrize(
+    "data", [b"{}", b'{"format": 1}', b"a text", b"\x00", b"Monday\nTuesday", b"Monday\n\n", b"\n{"]
+)
 def test_a_file_of_something_else_is_not_written_over(tmp_path, content, data):
     file = tmp_path / "pattern.json"
-    file.write_bytes(data)  # with no end of a line, as half a record has none
+    file.write_bytes(data)
     with pytest.raises(ConfigError, match=r"pattern.json holds no scores: name another file"):
         Store(file, "scores", content)
     assert file.read_bytes() == data

@@ -61,6 +61,15 @@ def test_bosch_writes_a_pattern_a_picture_and_its_evaluations(planted, tmp_path)
     assert AttentionPattern.from_json(out).provenance["method"] == "bosch-layer"
 
 
+def test_a_file_without_scores_is_refused_before_the_work_and_stays_as_it_is(planted, tmp_path):
+    diary = tmp_path / "diary.txt"
+    diary.write_text("Monday\nTuesday")
+    options = ("--budget", 1, "--window", WINDOW_SIZE, "--resume-file", diary, "--out", tmp_path / "p.json")
+    sentence = f"{diary} holds no scores of a search: name another file, or remove this one to start over"
+    assert fails("select", "nll", "no-such-model", *options) == sentence
+    assert diary.read_text() == "Monday\nTuesday"
+
+
 BY_HEADS, BY_LAYERS = ("--ratio", 0.5), ("--budget", 1)
 TOO_SHORT = {
     "dcam": BY_HEADS,
