@@ -37,7 +37,7 @@ from swa_jax.cli.options import (
 from swa_jax.cli.select_options import Counted, Force, Running
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
-from swa_jax.select.methods import DEFAULT, METHODS, find_method
+from swa_jax.select.methods import DEFAULT, METHODS, check_model, find_method
 from swa_jax.select.separation import By
 
 if TYPE_CHECKING:
@@ -118,6 +118,19 @@ class Choice(Options):
                 raise ConfigError(f"--ratio is {share}: the share of windowed heads must lie between 0 and 1")
         return methods
 
+    def fitting(self, methods: list[str], config: ModelConfig) -> list[str]:
+        """Of all methods those that take this model; of methods that are named, every one, to be refused if it must."""
+        if self.method != ["all"]:
+            return methods
+        found = []
+        for name in methods:
+            try:
+                check_model(name, config)
+                found.append(name)
+            except ConfigError as error:
+                typer.echo(f"{name}: left out, as {error}", err=True)
+        return found
+
 
 @dataclasses.dataclass
 class Counts(Options):
@@ -174,6 +187,7 @@ def compare(
 
     model = find_model(model)
     decoder, tokenizer = load_checkpoint(model, running.dtype)
+    methods = choice.fitting(methods, decoder.config)
     memory = _memory(counted, model, decoder.config, kind.length)
     whole = window.as_window.of(decoder.pattern.window, needed=bool(methods))
     patterns = candidates.patterns(window.as_window, whole.size, decoder.config)
@@ -217,6 +231,9 @@ def compare(
     title = "What the memory buys" + ("" if title_window is None else f" (window {title_window})")
     frontier_chart(summed, out / "frontier.png", title=title, memory=where)
     typer.echo(f"written to {out}", err=as_json)
+    if comparison.refused:
+        names = ", ".join(dict.fromkeys(comparison.refused))
+        raise ConfigError(f"not all is there: {names} refused to choose, as is said above; the rest is in {out}")
 
 
 def _counted(rows: Sequence[dict[str, Any]], memory: Memory, eval_window: int | None) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from swa_jax.data.documents import document_hash, tokenizer_hash
 from swa_jax.data.sources import MANIFEST
 from swa_jax.data.tokenizer import Tokenizer
 
-FORMAT = "swa-jax tokens 1"
+FORMAT = "swa-jax tokens 2"
 UNFINISHED = "unfinished.json"  # in place of the manifest until everything is there
 INDEX = np.dtype([("end", "<u8"), ("hash", "<u8")])
 OPEN_SHARDS = 256  # files open at a time; many systems allow a process 1024

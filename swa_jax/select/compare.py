@@ -28,7 +28,7 @@ from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import OWN, Window
 from swa_jax.select.content import content_key, examples_sum
-from swa_jax.select.methods import choose, find_method
+from swa_jax.select.methods import check_model, choose, find_method
 from swa_jax.select.separation import By, doubt
 from swa_jax.select.task import Task, refuse_nope
 
@@ -49,6 +49,7 @@ class PatternComparison:
         needed with `methods` alone. eval_window: the size while scored; None: the same.
       iterations, by: BOSCH's; force: let methods choose also where the prompts do not tell `full` and `window` apart.
       weights: the sum of the weights, as in `content_key`.
+      refused: the methods that refused to choose, which was reported; a model that one cannot take is an error at once.
       report: called with a line for each row; progress: with (patterns scored, those to be scored), without what is
         found in `out`, and while a method chooses also with a text that says how far it has come.
     """
@@ -74,17 +75,20 @@ class PatternComparison:
     def __post_init__(self) -> None:
         if self.methods:
             refuse_nope(self.model.pattern)
+        for method in self.methods:
+            check_model(method, self.model.config)
         self.window = self.window.of(self.model.pattern.window, needed=bool(self.methods))
         self._scored_on = content_key(self.model, self.held_out, weights=self.weights)
         named = {"eval_window": self.eval_window, "iterations": self.iterations, "by": self.by}
         self._choice = {"sliding_window": None, **self.window.fields, **named}
         self._done = self._total = 0
+        self.refused: list[str] = []
 
     def __call__(self, patterns: Sequence[tuple[str, AttentionPattern]]) -> list[dict[str, Any]]:
         """Rows for `patterns`, then for each method, seed and ratio; written to `out` as they come, found there again.
 
         Raises:
-          ConfigError: `out` holds something else; what a method refuses; or the prompts tell nothing.
+          ConfigError: `out` holds something else; or the prompts tell nothing.
         """
         scored_on, choice = self._scored_on, self._choice
         results = self._results = _Rows(self.out / "results.json", digest([scored_on, choice, dict(self.settings)]))
@@ -111,7 +115,7 @@ class PatternComparison:
             for method in self.methods:
                 wanted = {ratio: key for ratio in self.ratios if (key := chosen_keys[method, ratio, seed]) in missing}
                 if wanted:
-                    self._choose(method, task, wanted)
+                    self._try(method, task, wanted)
         results.write_patterns(self.out / "patterns")
         results.note_others(self.report)
         return [*rows, *results.chosen]
@@ -125,6 +129,15 @@ class PatternComparison:
         self._done += 1
         self.progress(self._done, self._total)
         return self._results.add(key, row)
+
+    def _try(self, method: str, task: Task, keys: Mapping[float, str]) -> None:
+        """Let a method choose; what it refuses is told, and ends no other's work."""
+        try:
+            self._choose(method, task, keys)
+        except ConfigError as error:
+            self.refused.append(method)
+            self._total -= len(keys)
+            self.report(f"{method}, seed {task.seed}, chooses nothing: {error}")
 
     def _choose(self, method: str, task: Task, keys: Mapping[float, str]) -> None:
         """Let a method choose at each ratio of `keys`, and score that, under `eval_window` if that is given."""

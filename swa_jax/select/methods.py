@@ -23,6 +23,7 @@ from swa_jax.select.separation import By, doubt, weakness
 from swa_jax.select.task import Chosen, Ranking, Task, num_full
 
 if TYPE_CHECKING:
+    from swa_jax.model.config import ModelConfig
     from swa_jax.model.pattern import AttentionPattern
     from swa_jax.select.evaluator import MaskEvaluator
     from swa_jax.select.nll import LayerScorer
@@ -378,18 +379,26 @@ def find_method(name: str) -> Method:
     return METHODS[name]
 
 
-# ---- choosing ----
-
-
-def rank(method: str, task: Task, ratios: Sequence[float], **options: Any) -> Ranking | Iterator[Chosen]:
-    """What a method finds: layers or heads in order, or a mask for each ratio. Arguments and errors as in `choose`."""
+def check_model(method: str, config: ModelConfig) -> None:
+    """Raise `ConfigError` for a method that is not known, or that takes no such model."""
     row = find_method(method)
-    if task.model.config.linear_layers and not row.hybrids:
+    if config.linear_layers and not row.hybrids:
         known = ", ".join(name for name, one in METHODS.items() if one.hybrids)
         raise ConfigError(
             f"method '{method}' looks at the attention of every layer, and this model has linear layers; known for "
             f"such models: {known}"
         )
+    if row.chooses == "KV heads":
+        _ = config.common_kv_heads
+
+
+# ---- choosing ----
+
+
+def rank(method: str, task: Task, ratios: Sequence[float], **options: Any) -> Ranking | Iterator[Chosen]:
+    """What a method finds: layers or heads in order, or a mask for each ratio. Arguments and errors as in `choose`."""
+    check_model(method, task.model.config)
+    row = find_method(method)
     return row.run(task, ratios, **row.fixed, **options)
 
 

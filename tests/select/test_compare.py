@@ -314,11 +314,27 @@ def test_full_attention_decode(model, tmp_path):
     assert sum(line.endswith("% found") for line in lines) == 4  # nothing twice
 
 
-def test_on_the_command_line(monkeypatch, tmp_path):
+@pytest.fixture
+def planted_checkpoint(model, monkeypatch):
     monkeypatch.setattr("swa_jax.cli.compare.find_model", lambda name: name)
-    monkeypatch.setattr("swa_jax.cli.compare.load_checkpoint", lambda *_: (planted_model(), None))
+    monkeypatch.setattr("swa_jax.cli.compare.load_checkpoint", lambda *_: (model, None))
     monkeypatch.setattr("swa_jax.cli.options.draw_needles", lambda *_: planted_examples())
     monkeypatch.setattr("swa_jax.checkpoint.folder.weights_sum", lambda _: "planted")
+
+
+def test_what_a_method_refuses_ends_no_other(planted_checkpoint, monkeypatch, tmp_path):
+    monkeypatch.setitem(METHODS, "dcam", METHODS["dcam"]._replace(run=lambda task, _, **__: task.refuse("no reason")))
+    options = ("--window", WINDOW_SIZE, "--seeds", 1, "--method", "dcam", "--method", "interleave", "--out", tmp_path)
+    output = run("compare", "x", *options, "--ratio", 0.5, status=2)
+    assert "dcam, seed 0, chooses nothing: no reason: the choice would mean nothing" in output
+    assert "What each choice keeps and costs" in output
+    assert "patterns 3/3\n" in output
+    assert f"dcam refused to choose, as is said above; the rest is in {tmp_path}" in " ".join(output.split())
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == ["full", "window", "interleave"]
+
+
+def test_on_the_command_line(planted_checkpoint, tmp_path):
     options = ("x", "--window", WINDOW_SIZE, "--seeds", 1, "--method", "fisher", "--method", "interleave")
     output = run("compare", *options, "--out", tmp_path / "c", "--pattern", "layers:2,3,5,6", "--ratio", 0.5)
     assert "layers:2,3,5,6: 100.0 % found" in output

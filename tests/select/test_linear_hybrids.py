@@ -11,11 +11,13 @@ from tiny_models import byte_checkpoint
 import swa_jax
 from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.hf_import import import_model
+from swa_jax.cli.compare import Choice
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import score_answers
 from swa_jax.model.layer_types import FULL, LINEAR, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
+from swa_jax.select.compare import PatternComparison
 from swa_jax.select.methods import METHODS, choose
 from swa_jax.select.task import Task
 
@@ -81,6 +83,15 @@ def test_layers_are_chosen_at_the_command_line(byte_tokenizer, tmp_path):
     }))  # fmt: skip
     said = fails("compile", config, "--topology", "v5e:2x2")
     assert said.startswith("a plan is not made yet for models with linear layers")
+
+
+def test_a_comparison_takes_the_methods_that_take_the_model(task, tmp_path):
+    """A name that is given is refused before anything is scored; of all, those that can are taken."""
+    with pytest.raises(ConfigError, match="method 'kl' looks at the attention of every layer"):
+        PatternComparison(task.model, task.examples, tmp_path, lambda _: [], {}, ["interleave", "kl"], [0.5], [0])
+    assert not list(tmp_path.iterdir())
+    found = Choice(method=["all"]).fitting([*METHODS], task.model.config)
+    assert found == [name for name, method in METHODS.items() if method.hybrids]
 
 
 @pytest.mark.parametrize("method", sorted(name for name, method in METHODS.items() if not method.hybrids))
