@@ -48,7 +48,7 @@ from swa_jax.checkpoint.safetensors_files import (
     write_model,
     write_order,
 )
-from swa_jax.checkpoint.sources import ModelFolder, companion
+from swa_jax.checkpoint.sources import ModelFolder, companion, named_templates
 from swa_jax.checkpoint.tensor_names import TensorName, expected_tensors, is_router, tensor_names
 from swa_jax.model.attention import Router
 from swa_jax.model.config import ModelConfig
@@ -360,8 +360,7 @@ def write_checkpoint(
         listed = {f"{WEIGHTS}/{name}": total for name, total in sums.items()}
         listed[CONFIG_FILE] = sum_of_json(hf_config)
         write_json(folder / MANIFEST_FILE, {"sha256": listed} | ({"import": identity} if identity else {}))
-        for name, data in (companions or {}).items():
-            write_bytes(folder / name, data)
+        write_companions(folder, companions or {})
         sync_folder(folder / WEIGHTS)
 
 
@@ -385,7 +384,7 @@ def written_from(destination: str | Path) -> str | None:
 
 def read_companions(folder: ModelFolder) -> dict[str, bytes]:
     """The tokenizer's files of a folder and others of their kind. Raises as `sources.companion`."""
-    found = {name: companion(folder, name) for name in COMPANIONS}
+    found = {name: companion(folder, name) for name in (*COMPANIONS, *named_templates(folder))}
     return {name: file.read_bytes() for name, file in found.items() if file is not None}
 
 
@@ -394,6 +393,12 @@ def _tokenizer_files(path: Path) -> dict[str, bytes]:
     if not path.is_file():
         return read_companions(path)
     return read_companions(path.parent) | {"tokenizer.json": path.read_bytes()}
+
+
+def write_companions(folder: Path, companions: Mapping[str, bytes]) -> None:
+    for name, data in companions.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        write_bytes(folder / name, data)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -11,10 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from swa_jax.base.files import check_destination, new_folder, write_bytes, write_json
+from swa_jax.base.files import check_destination, new_folder, write_json
 from swa_jax.checkpoint.canary import write_canary
 from swa_jax.checkpoint.families import apply_pattern, family_of, model_config
-from swa_jax.checkpoint.folder import CONFIG_FILE, PATTERN_FILE, Checkpoint, open_checkpoint, read_companions
+from swa_jax.checkpoint.folder import (
+    CONFIG_FILE,
+    PATTERN_FILE,
+    Checkpoint,
+    open_checkpoint,
+    read_companions,
+    write_companions,
+)
 from swa_jax.checkpoint.gguf.export import write_gguf
 from swa_jax.checkpoint.gguf.graphs import FILE
 from swa_jax.checkpoint.gguf.vocabulary import tokenizer_keys
@@ -95,8 +102,7 @@ def export_model(
             tensors, read = _exported(source, written)
             write_json(folder / CONFIG_FILE, hf)
             write_model(folder, tensors, read, shard_bytes=SHARD_BYTES)
-            for name, data in companions.items():
-                write_bytes(folder / name, data)
+            write_companions(folder, companions)
         if canary:
             write = functools.partial(write_canary, folder, source.folder, pattern, hf)
             notes.append(write(longest=longest, counted=counted, progress=progress))

@@ -33,6 +33,7 @@ from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.safetensors_files import INDEX_FILE, SINGLE_FILE
 from swa_jax.checkpoint.sources import GGUF, GGUF_PART, HUB_ID, cached_snapshot
 from swa_jax.data import tokenizer
+from swa_jax.data.chat import NAMED_TEMPLATES
 from swa_jax.data.tokenizer import Tokenizer
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
@@ -46,7 +47,8 @@ NAMES = (
     "a checkpoint folder, a Hugging Face folder, a GGUF file, the id of a model in Hugging Face's cache, a PEFT "
     "adapter folder, or a bundled model: chains or recall"
 )
-_READ = ("*.json", "*.jinja", "*.txt", "*.safetensors")  # what decides about a model, in its folder
+# What decides about a model, in its folder.
+_READ = ("*.json", "*.jinja", f"{NAMED_TEMPLATES}/*.jinja", "*.txt", "*.safetensors")
 
 
 def load_model(

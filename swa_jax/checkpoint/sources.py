@@ -10,11 +10,12 @@ import contextlib
 import io
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from swa_jax.base.errors import CheckpointError, ConfigError, UnreachableError, reason
+from swa_jax.data.chat import NAMED_TEMPLATES
 
 GGUF = ".gguf"
 GGUF_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # a file of a model in several
@@ -97,8 +98,11 @@ class RemoteFolder:
         """`files` is an fsspec file system, `path` the folder in it, `local` a folder that has some of its files."""
         self.url, self.files, self.path, self.local = url, files, path.rstrip("/"), local
         with _reached(self):
-            listed = [entry for entry in files.ls(self.path, detail=True) if entry["type"] == "file"]
-        self.entries = {entry["name"].rsplit("/", 1)[-1]: entry for entry in listed}
+            listed = {entry["name"].rsplit("/", 1)[-1]: entry for entry in files.ls(self.path, detail=True)}
+            if listed.get(NAMED_TEMPLATES, {}).get("type") == "directory":
+                inside = files.ls(f"{self.path}/{NAMED_TEMPLATES}", detail=True)
+                listed |= {"/".join(entry["name"].rsplit("/", 2)[-2:]): entry for entry in inside}
+        self.entries = {name: entry for name, entry in listed.items() if entry["type"] == "file"}
 
     def __str__(self) -> str:
         return self.url
@@ -240,6 +244,14 @@ def cached_snapshot(repository: str, revision: str | None) -> Path | None:
         return None
 
 
+def named_templates(folder: ModelFolder) -> list[str]:
+    """The chat templates beside the default one, by their names in the folder."""
+    inside: Iterable[str] = folder.entries if isinstance(folder, RemoteFolder) else ()
+    if isinstance(folder, Path):
+        inside = (f"{NAMED_TEMPLATES}/{file.name}" for file in (folder / NAMED_TEMPLATES).glob("*.jinja"))
+    return sorted(name for name in inside if name.startswith(f"{NAMED_TEMPLATES}/") and name.endswith(".jinja"))
+
+
 def stamp(file: ModelFile) -> str:
     """What changes with the content of a file, as far as its store says so."""
     if isinstance(file, RemoteFile):
@@ -270,7 +282,7 @@ def companion(folder: ModelFolder, name: str) -> ModelFile | None:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
     if found is None and not file.is_symlink():
         return None
-    target, home = file.resolve(), file.parent.resolve()
+    target, home = file.resolve(), file.parents[name.count("/")].resolve()
     stores = [home]
     if home.parent.name == "snapshots" and home.parent.parent.name.startswith("models--"):
         stores.append(home.parent.parent / "blobs")

@@ -21,6 +21,7 @@ from swa_jax.data.special_tokens import SETTINGS, named_tokens, read_beside
 from swa_jax.data.tokenizer import Tokenizer
 
 TEMPLATE_FILE = "chat_template.jinja"
+NAMED_TEMPLATES = "additional_chat_templates"  # a folder of the other templates, each in the file NAME.jinja
 SECONDS, MEMORY = 10.0, 1 << 30  # what one rendering may take: processor time, and bytes of its process
 THINKING = "enable_thinking"  # what Qwen3's template and others call it
 PROMPT = "{prompt}"  # where the question stands in a text around it
@@ -129,8 +130,8 @@ def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
 def load_chat_template(folder: str | Path) -> ChatTemplate | None:
     """The chat template of a model's folder, None if it has none.
 
-    `chat_template.jinja` comes before the entry `chat_template` of `tokenizer_config.json`, which may be a list of
-    named templates.
+    `chat_template.jinja` and `additional_chat_templates/NAME.jinja` come before the entry `chat_template` of
+    `tokenizer_config.json`, which may be a list of named templates.
 
     Raises `ConfigError`: a file cannot be read, or none of several templates is named "default".
     """
@@ -139,9 +140,10 @@ def load_chat_template(folder: str | Path) -> ChatTemplate | None:
     config_file, template_file = folder / SETTINGS, folder / TEMPLATE_FILE
     source = parse_json(files[SETTINGS], config_file).get("chat_template") if SETTINGS in files else None
     where = config_file
-    if template_file.is_file():
+    own = {"default": template_file} if template_file.is_file() else {}
+    if own := own | {file.stem: file for file in sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))}:
         where = template_file
-        source = read_utf8(template_file)
+        source = [{"name": name, "template": read_utf8(file)} for name, file in own.items()]
     if source is None:
         return None
     named = source if isinstance(source, list) else [{"name": "default", "template": source}]

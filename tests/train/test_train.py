@@ -309,7 +309,7 @@ def test_full_layers_without_rope_need_others(settings, changes, sentence):
 def test_zero_shot_is_the_windowed_model_as_it_is(settings, tmp_path):
     stage = [settings["stages"][0] | {"steps": 2}]
     start = train(config_of(settings, stages=stage, pattern="full"), quiet=True)
-    changes = {"model": None, "init_from": str(start), "pattern": "full", "output": str(tmp_path / "zero")}
+    changes = {"model": None, "init_from": str(start), "pattern": None, "output": str(tmp_path / "zero")}
     model = load_model(train(config_of(settings, **changes, method="swa-zero-shot", stages=stage), quiet=True))
     assert set(model.pattern.layer_types) == {"sliding_attention"}
     narrower = config_of(settings | {"sliding_window": 5}, **changes, method="swa-zero-shot", stages=stage)
