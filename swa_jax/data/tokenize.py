@@ -53,6 +53,8 @@ def tokenize(
         "tokenizer": tokenizer_hash(tokenizer),
         "tokenizer_file": str(tokenizer_path),
         "vocab_size": tokenizer.vocab_size,
+        "kind": source.kind,
+        "split": source.split,
         "text_field": source.text_field,
         "shard_tokens": shard_tokens,
         "files": [[file.name, _size(file)] for file in source_files(source)],
@@ -185,8 +187,8 @@ def _unfinished(out: Path, wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_same(out: Path, wanted: dict[str, Any], there: dict[str, Any]) -> None:
-    for key in ("format", "dtype", "tokenizer", "text_field", "shard_tokens", "files"):
-        if there[key] != wanted[key]:
+    for key in ("format", "dtype", "tokenizer", "kind", "split", "text_field", "shard_tokens", "files"):
+        if there.get(key, wanted[key]) != wanted[key]:  # earlier folders do not say their kind and split
             what = f"{key} = {there[key]}, not {wanted[key]}"
             if key == "files":
                 changed = [now for then, now in zip(there[key], wanted[key], strict=False) if then != now]

@@ -1,5 +1,6 @@
 """Tokenising ahead: the same rows as reading the text, exact continuation, and damage that is found and named."""
 
+import dataclasses
 import errno
 import itertools
 import json
@@ -222,12 +223,24 @@ def test_a_full_disk_keeps_the_finished_shards(corpus, made, byte_tokenizer, tmp
     assert contents(out) == contents(made)
 
 
+def test_each_split_has_a_folder_of_its_own(byte_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("swa_jax.data.tokenize.read_texts", lambda file, field, split: [f"of {split}"])
+    (tmp_path / "set").mkdir()
+    train, test = (SourceConfig("huggingface", (f"{tmp_path}/set",), split=split) for split in ("train", "test"))
+    tokenize(train, byte_tokenizer, tmp_path / "tokens")
+    with pytest.raises(ConfigError, match=r"other data \(split = train, not test\)"):
+        tokenize(test, byte_tokenizer, tmp_path / "tokens")
+
+
 def test_done_is_done_and_other_data_is_refused(corpus, made, byte_tokenizer, tmp_path):
     before = contents(made)
     tokenize(corpus, byte_tokenizer, made, shard_tokens=2000)
     assert contents(made) == before
     with pytest.raises(ConfigError, match=r"holds tokens of other data \(shard_tokens = 2000, not 3000\)"):
         tokenize(corpus, byte_tokenizer, made, shard_tokens=3000)
+    as_dataset = dataclasses.replace(corpus, kind="huggingface")
+    with pytest.raises(ConfigError, match=r"other data \(kind = text, not huggingface\)"):
+        tokenize(as_dataset, byte_tokenizer, made, shard_tokens=2000)
     (Path(corpus.files[0]) / "1.jsonl").write_text('{"text": "short"}')
     with pytest.raises(ConfigError, match=r"3 files, and now 3: 1\.jsonl \(17 bytes\) is not the same"):
         tokenize(corpus, byte_tokenizer, made, shard_tokens=2000)
