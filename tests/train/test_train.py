@@ -376,7 +376,9 @@ def test_an_update_far_above_the_running_norm_is_skipped_once_that_is_trusted(se
         assert int(after.skipped) - skipped_before == int(not changed)
         assert int(after.step) == updates + skipped_before + 1
         assert not changed or float(after.norm_mean) != np.float32(mean)
-        assert changed or float(after.norm_mean) == np.float32(mean)
+        # A spike counts as the largest norm that is none, so that a lasting rise is followed.
+        followed = (SPIKE_DECAY + (1 - SPIKE_DECAY) * 4.0) * mean
+        assert changed or float(after.norm_mean) == pytest.approx(followed, rel=1e-6)
         return not changed
 
     state = init_state(jax.tree.map(np.array, nnx.state(model, nnx.Param)), optimizer)
