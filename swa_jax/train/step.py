@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
@@ -228,20 +229,23 @@ def _added(
         metrics["load_balancing_loss"] = balance = balance * counted / totals.tokens
         loss = loss + config.router_aux_loss_coef * balance
     if SWITCH in model.pattern.layer_types:
-        metrics["regularization"] = switch_regularizer(routing, tokens, config.switch_loss, totals.targets)
-        metrics |= _routing_metrics(routing, segments, totals)
+        routed = np.array([layer for layer, kind in enumerate(model.pattern.layer_types) if kind == SWITCH])
+        only = Routing(routing.logit[routed], routing.gate[routed], routing.disagreement[routed])
+        metrics["regularization"] = switch_regularizer(only, tokens, config.switch_loss, totals.targets)
+        metrics |= _routing_metrics(routing, segments, totals, routed)
         loss = loss + metrics["regularization"]
     return loss, metrics
 
 
-def _routing_metrics(routing: Routing, segments: jax.Array, totals: Totals) -> Metrics:
+def _routing_metrics(routing: Routing, segments: jax.Array, totals: Totals, routed: np.ndarray) -> Metrics:
+    """By layer; the ratio of the whole model is that of its layers that are routed."""
     values = (
         ("full_attention_ratio", routing.gate),
         ("router_logit", routing.logit),
         ("disagreement", routing.disagreement),
     )
     found = {f"{name}_by_layer": mean_by_layer(value, segments, totals.tokens) for name, value in values}
-    return {"full_attention_ratio": jnp.mean(found["full_attention_ratio_by_layer"])} | found
+    return {"full_attention_ratio": jnp.mean(found["full_attention_ratio_by_layer"][routed])} | found
 
 
 def _gradients(
