@@ -118,6 +118,7 @@ def test_routed_cpt_starts_from_the_model_and_reports_the_ratio(settings, tmp_pa
     [
         ({"init_from": "somewhere"}, "exactly one of 'model'"),
         ({"stages": []}, "'stages' is empty"),
+        ({"seed": -1}, "'seed' must be 0 or more, got -1"),
         ({"stages": [{"steps": 0, "sequence_length": 8, "batch_size": 1}]}, r"'stages\.0\.steps' must be at least 1"),
         (
             {"stages": [{"steps": 1, "sequence_length": 8, "batch_size": 1, "learning_rate_factor": 0}]},
