@@ -49,7 +49,7 @@ from swa_jax.train.patterns import check_patterns, find_start, run_pattern, stag
 from swa_jax.train.preemption import Preempted, preemption_notices
 from swa_jax.train.records import claimed, records_of
 from swa_jax.train.run_checkpoints import RunCheckpoints, from_first_process, has_checkpoint
-from swa_jax.train.run_log import RunLog, draw_losses
+from swa_jax.train.run_log import RunLog, check_packages, draw_losses
 from swa_jax.train.stage_data import local_rows, open_stages, stage_batches
 from swa_jax.train.step import TrainState, abstract_state, init_state, make_step, make_validation_loss, shard_state
 from swa_jax.train.teacher import check_teacher_fits, find_teacher, kept_weights
@@ -331,6 +331,7 @@ def check_run(config: TrainConfig, devices: int | None = None) -> CheckedRun:
     """
     if config.lora is not None and config.init_from is None:
         raise ConfigError("'lora' adapts a trained model: set 'init_from' to its checkpoint folder in place of 'model'")
+    check_packages(config.log)
     tokenizer = load_tokenizer(config.tokenizer)
     if config.init_from is not None:
         check_same_tokens(tokenizer, config.tokenizer, config.init_from)

@@ -41,13 +41,9 @@ class RunLog:
             return
         kept = resume_at or -1  # a run that begins anew also validates anew before its first step
         if config.tensorboard:
-            need = not_installed("'log.tensorboard' needs the package tensorboardX", extra="logging")
-            module = import_optional("tensorboardX", need)
-            self.tensorboard = module.SummaryWriter(str(run / "tensorboard"), purge_step=kept + 1)
+            self.tensorboard = _package("tensorboard").SummaryWriter(str(run / "tensorboard"), purge_step=kept + 1)
         if config.wandb_project is not None:
-            need = not_installed("'log.wandb_project' needs the package wandb", extra="logging")
-            module = import_optional("wandb", need)
-            self.wandb = module.init(
+            self.wandb = _package("wandb_project").init(
                 project=config.wandb_project, dir=str(run), id=run.name, resume="allow", config=settings
             )
         keep_lines(run / "metrics.jsonl", kept)
@@ -135,6 +131,21 @@ class RunLog:
                 sink.close()
         if self.wandb is not None:
             self.wandb.finish(exit_code=0 if kind is None else 1)
+
+
+_PACKAGES = {"tensorboard": "tensorboardX", "wandb_project": "wandb"}  # by the key that needs it
+
+
+def _package(key: str) -> Any:
+    need = not_installed(f"'log.{key}' needs the package {_PACKAGES[key]}", extra="logging")
+    return import_optional(_PACKAGES[key], need)
+
+
+def check_packages(config: LogConfig) -> None:
+    """Raise `ConfigError` where a package is not installed that this process logs with."""
+    for key in _PACKAGES:
+        if getattr(config, key) and jax.process_index() == 0:
+            _package(key)
 
 
 def draw_losses(run: Path) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import jax
@@ -400,6 +401,13 @@ def test_a_tokenizer_that_the_data_is_not_of_is_found_before_the_model_is_drawn(
     with pytest.raises(ConfigError, match="tokenizer"):
         train(config_of(settings, stages=[stage], tokenizer=str(other), model=MODEL | {"vocab_size": 1024}), quiet=True)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_package_is_found_before_the_model_is_drawn(settings, monkeypatch):
+    monkeypatch.setattr(swa_jax.train.loop, "random_model", None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"'log.wandb_project' needs the package wandb"):
+        train(config_of(settings, log={"wandb_project": "mine"}), quiet=True)
 
 
 def test_the_held_out_loss_before_the_first_step_is_the_models_own_and_comes_once(
