@@ -9,6 +9,7 @@ import errno
 import json
 import logging
 import os
+import secrets
 import signal
 import threading
 import time
@@ -44,7 +45,12 @@ class RunLog:
             self.tensorboard = _package("tensorboard").SummaryWriter(str(run / "tensorboard"), purge_step=kept + 1)
         if config.wandb_project is not None:
             self.wandb = _package("wandb_project").init(
-                project=config.wandb_project, dir=str(run), id=run.name, resume="allow", config=settings
+                project=config.wandb_project,
+                dir=str(run),
+                name=run.name,
+                id=_wandb_id(run / "wandb.id"),
+                resume="allow",
+                config=settings,
             )
         keep_lines(run / "metrics.jsonl", kept)
         self.file = open(run / "metrics.jsonl", "ab", buffering=0)  # noqa: SIM115
@@ -139,6 +145,13 @@ _PACKAGES = {"tensorboard": "tensorboardX", "wandb_project": "wandb"}  # by the 
 def _package(key: str) -> Any:
     need = not_installed(f"'log.{key}' needs the package {_PACKAGES[key]}", extra="logging")
     return import_optional(_PACKAGES[key], need)
+
+
+def _wandb_id(file: Path) -> str:
+    """The run's name there, which no run in another folder has; kept, so that a run that goes on is the same one."""
+    if not file.exists():
+        write_bytes(file, secrets.token_hex(8).encode())
+    return file.read_text()
 
 
 def check_packages(config: LogConfig) -> None:
