@@ -278,6 +278,13 @@ def test_a_run_keeps_the_pattern_of_the_model_that_it_starts_from(settings, tmp_
     assert chosen(pattern="full").full_layers == chosen(method="full").full_layers == (0, 1)
 
 
+def test_several_processes_do_not_import_a_model(settings, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr("swa_jax.train.patterns.model_folder", None)
+    with pytest.raises(ConfigError, match=r"each of the 2 processes would import it .* swa-jax import org/model DST"):
+        find_start(config_of(settings, model=None, init_from="org/model"))
+
+
 @pytest.mark.slow
 def test_full_layers_without_rope(settings, tmp_path):
     """The model is saved so, and one that had them can lose them too."""
