@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -28,6 +29,7 @@ from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
 from swa_jax.train.loop import TrainConfig, random_model, train
 from swa_jax.train.patterns import find_start, run_pattern
+from swa_jax.train.stage_data import stage_batches
 from swa_jax.train.step import SPIKE_DECAY, SPIKE_WARMUP, init_state, make_step
 
 ROOT = Path(__file__).parents[2]
@@ -444,8 +446,14 @@ def test_the_held_out_loss_before_the_first_step_is_the_models_own_and_comes_onc
     params, frozen = swa_jax.train.loop.trained_and_frozen(run.model)
     state = init_state(params, run.optimizer, frozen)
     loss = swa_jax.train.loop.make_validation_loss(run.model, config, None)
-    expected = swa_jax.train.loop.held_out_loss(run, 0, loss, state)
-    assert losses[0]["validation_loss"] == pytest.approx(expected, rel=1e-6)
+    opened, found = [], []
+    monkeypatch.setattr(swa_jax.train.loop, "stage_batches", lambda *a, **b: opened.append(a) or stage_batches(*a, **b))
+    log = SimpleNamespace(add=lambda step, values: found.append(values["validation_loss"]), say=lambda text: None)
+    session = swa_jax.train.loop._Session(run, None, log, log, None)
+    for _ in range(2):
+        session.validate(0, loss, state)
+    assert found == [pytest.approx(losses[0]["validation_loss"], rel=1e-6)] * 2
+    assert len(opened) == 1  # which may mean to tokenise all of the data
     assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
