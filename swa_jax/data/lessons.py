@@ -146,15 +146,21 @@ class Dictionary(Lesson):
     def draw(self, rng: np.random.Generator) -> Weighted:
         line_length = len(self.tokenizer.encode(f"\n{ADJECTIVES[0]}-{NOUNS[0]}: ")) + VALUE_DIGITS
         keys = draw_keys(rng, max(1, self.length // (2 * line_length)))
-        lines = [self.tokenizer.encode(f"\n{key}: {draw_value(rng)}") for key in keys]
-        tokens = [token for line in lines for token in line]
+        lines = [self._line(f"\n{key}: ", draw_value(rng)) for key in keys]
+        tokens = [token for line, _ in lines for token in line]
         weights = [0.0] * len(tokens)
         order = rng.permutation(len(lines))
         while len(tokens) < self.length:
-            for line in (lines[i] for i in order):
+            for line, known in (lines[i] for i in order):
                 tokens += line
-                weights += [0.0] * (len(line) - VALUE_DIGITS) + [DICTIONARY_DIGIT] * VALUE_DIGITS
+                weights += known
         return tokens[: self.length], weights[: self.length]
+
+    def _line(self, head: str, value: str) -> Weighted:
+        """The tokens of a line, and their weights where it is known; a token may be several digits."""
+        text = head + value
+        known = [DICTIONARY_DIGIT if end > len(head) else 0.0 for _, end in self.tokenizer.spans(text)]
+        return self.tokenizer.encode(text), known
 
 
 class RepeatedTokens(Lesson):

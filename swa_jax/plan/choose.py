@@ -25,6 +25,7 @@ from swa_jax.plan.plan import plan_training
 from swa_jax.plan.search import Compile, Say, Tried, outcome, search, workload
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.patterns import Start, find_start
+from swa_jax.train.run_checkpoints import from_first_process
 
 TRIES = 4  # settings that are compiled at most
 SHARE = 0.8  # of the free memory, where no compiler says what a step takes
@@ -94,7 +95,8 @@ def fastest(work: Workload, compile_one: Compile, say: Say) -> Tried:
 def fitting(work: Workload) -> RunChanges:
     """The first that fits into the memory that is here, by estimate; where none does, the one that takes least."""
     config, stage, here = work.config, work.stage, jax.local_devices()
-    limit = SHARE * free_memory() / (len(here) if here[0].platform == "cpu" else 1)
+    memory = from_first_process(free_memory)  # all compile the same program
+    limit = SHARE * memory / (len(here) if here[0].platform == "cpu" else 1)
     own = present(config, work.stage_number, work.devices)
     pieces = divisors(stage.batch_size) if stage.accumulate == AUTO else [own.accumulate]
     kept = ORDER if config.remat == AUTO else (own.remat,)

@@ -161,6 +161,8 @@ class TrainConfig:
         for name, value in optional.items():
             if value is not None and value < 1:
                 raise ConfigError(f"'{name}' must be at least 1, or left out, got {value}")
+        if self.seed < 0:
+            raise ConfigError(f"'seed' must be 0 or more, got {self.seed}")
         if self.log.every < 1:
             raise ConfigError(f"'log.every' must be at least 1, got {self.log.every}")
         if self.spike_factor is not None and self.spike_factor <= 1:

@@ -49,7 +49,7 @@ from swa_jax.train.patterns import check_patterns, find_start, run_pattern, stag
 from swa_jax.train.preemption import Preempted, preemption_notices
 from swa_jax.train.records import claimed, records_of
 from swa_jax.train.run_checkpoints import RunCheckpoints, from_first_process, has_checkpoint
-from swa_jax.train.run_log import RunLog, draw_losses
+from swa_jax.train.run_log import RunLog, check_packages, draw_losses
 from swa_jax.train.stage_data import local_rows, open_stages, stage_batches
 from swa_jax.train.step import TrainState, abstract_state, init_state, make_step, make_validation_loss, shard_state
 from swa_jax.train.teacher import check_teacher_fits, find_teacher, kept_weights
@@ -149,6 +149,7 @@ class _Session:
     log: RunLog
     progress: Progress
     preempted: Callable[[int], bool]
+    held_out: dict[int, Batches] = dataclasses.field(default_factory=dict)  # by stage: opening reads all texts
 
     def train_stage(self, number: int, start: int, state: TrainState, data_state: Any) -> TrainState:
         """The steps of a stage that are left, the stage's first being `start`; consumes the state, returns the last."""
@@ -207,7 +208,10 @@ class _Session:
 
     def validate(self, number: int, loss: Any, state: TrainState) -> None:
         """Log and show the loss of the documents that a stage holds out."""
-        done, value = int(state.step), held_out_loss(self.run, number, loss, state)
+        run = self.run
+        if number not in self.held_out:
+            self.held_out[number] = stage_batches(run.config, number, run.tokenizer, run.partition, held_out=True)
+        done, value = int(state.step), held_out_loss(run, number, self.held_out[number], loss, state)
         self.log.add(done, {"validation_loss": value})
         self.progress.say(f"step {done}/{self.run.config.total_steps}  validation loss {value:.4f}")
 
@@ -297,10 +301,10 @@ def place_batch(batch: dict[str, np.ndarray], partition: Partition | None, batch
     return {name: place(name, x) for name, x in batch.items()}
 
 
-def held_out_loss(run: TrainingRun, number: int, loss: Any, state: TrainState) -> float:
-    """Mean loss of the documents that a stage's data holds out, over `validation_batches` batches at most."""
-    config, stage = run.config, run.config.stages[number]
-    batches = stage_batches(config, number, run.tokenizer, run.partition, held_out=True)
+def held_out_loss(run: TrainingRun, number: int, batches: Batches, loss: Any, state: TrainState) -> float:
+    """Mean loss of the documents that a stage's data holds out, over `validation_batches` batches at most; `batches`
+    stand where they stood afterwards."""
+    config, stage, start = run.config, run.config.stages[number], batches.get_state()
     total = weight = 0.0
     for i, batch in enumerate(itertools.islice(batches, config.validation_batches * stage.pieces)):
         placed = place_batch(batch, run.partition, stage.batch_size // stage.pieces)
@@ -308,6 +312,7 @@ def held_out_loss(run: TrainingRun, number: int, loss: Any, state: TrainState) -
             compile_together(loss, state.params, state.frozen, placed)
         nll, weights = loss(state.params, state.frozen, placed)
         total, weight = total + float(nll), weight + float(weights)
+    batches.set_state(start)
     return total / max(weight, 1e-6)
 
 
@@ -334,6 +339,7 @@ def check_run(config: TrainConfig, devices: int | None = None) -> CheckedRun:
     """
     if config.lora is not None and config.init_from is None:
         raise ConfigError("'lora' adapts a trained model: set 'init_from' to its checkpoint folder in place of 'model'")
+    check_packages(config.log)
     tokenizer = load_tokenizer(config.tokenizer)
     if config.init_from is not None:
         check_same_tokens(tokenizer, config.tokenizer, config.init_from)

@@ -71,7 +71,7 @@ def switch_regularizer(routing: Routing, loss: TokenLoss, constants: SwitchLoss,
     t + 1; positions without a target are left out.
 
     Args:
-      routing: leaves [L, B, T]; loss: leaves [B, T].
+      routing: leaves [L, B, T] of the layers that are routed; loss: leaves [B, T].
       total_targets: of the whole batch, of which `loss` may be a piece.
     """
     counted = (loss.weight > 0).astype(jnp.float32)[None]  # [1, B, T]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.families.pattern_files import load_pattern
-from swa_jax.checkpoint.folder import open_checkpoint
+from swa_jax.checkpoint.folder import WEIGHTS, open_checkpoint
 from swa_jax.checkpoint.named import model_folder, tokenizer_folder
 from swa_jax.data.sources import ANSWERED
 from swa_jax.model.config import ModelConfig
@@ -44,6 +45,16 @@ def with_folders(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, tokenizer=str(tokenizer_folder(config.tokenizer)), init_from=start)
 
 
+def _folder_of(name: str) -> Path:
+    """The checkpoint folder that a model is in, or is imported to: by a process that is alone."""
+    if jax.process_count() > 1 and not (Path(name).expanduser() / WEIGHTS).is_dir():
+        raise ConfigError(
+            f"'init_from' = {name} is no checkpoint folder, and each of the {jax.process_count()} processes would "
+            f"import it for itself: set it to one that all of them see, made with: swa-jax import {name} DST"
+        )
+    return model_folder(name)
+
+
 def find_start(config: TrainConfig) -> Start:
     """The model that `init_from` or `model` names, where full layers have no rotary embeddings if the pattern says so.
 
@@ -53,7 +64,7 @@ def find_start(config: TrainConfig) -> Start:
         start = Start(config.model, None, config.model)
     else:
         assert config.init_from is not None
-        source = open_checkpoint(model_folder(config.init_from))
+        source = open_checkpoint(_folder_of(config.init_from))
         changed = config.model_changes.apply(source.config)
         start = Start(changed, source.pattern, changed)
     pattern = run_pattern(config, start)

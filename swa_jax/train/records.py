@@ -18,8 +18,9 @@ from swa_jax.train.run_checkpoints import has_checkpoint, recorded
 CONFIG_FILE = "config.yaml"
 BASE_FILE = "base.sha256"  # of the model that adapters are trained on, or that teaches: checkpoints do not hold it
 PATTERNS_FILE = "patterns.json"
-# When a run goes on: where it computes and what it tells, not what it learns. The output may have been moved.
-_MAY_CHANGE = ("mesh", "sharding", "log", "output")
+# When a run goes on: where it computes and what it tells and keeps, not what it learns. The output may have been moved.
+_KEPT = ("checkpoint_every", "keep_checkpoints", "keep_checkpoint_period", "validate_every", "validation_batches")
+_MAY_CHANGE = ("mesh", "sharding", "log", "output", *_KEPT)
 
 
 def records_of(config: TrainConfig, patterns: Sequence[AttentionPattern]) -> dict[str, str]:

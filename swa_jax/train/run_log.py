@@ -9,6 +9,7 @@ import errno
 import json
 import logging
 import os
+import secrets
 import signal
 import threading
 import time
@@ -41,14 +42,15 @@ class RunLog:
             return
         kept = resume_at or -1  # a run that begins anew also validates anew before its first step
         if config.tensorboard:
-            need = not_installed("'log.tensorboard' needs the package tensorboardX", extra="logging")
-            module = import_optional("tensorboardX", need)
-            self.tensorboard = module.SummaryWriter(str(run / "tensorboard"), purge_step=kept + 1)
+            self.tensorboard = _package("tensorboard").SummaryWriter(str(run / "tensorboard"), purge_step=kept + 1)
         if config.wandb_project is not None:
-            need = not_installed("'log.wandb_project' needs the package wandb", extra="logging")
-            module = import_optional("wandb", need)
-            self.wandb = module.init(
-                project=config.wandb_project, dir=str(run), id=run.name, resume="allow", config=settings
+            self.wandb = _package("wandb_project").init(
+                project=config.wandb_project,
+                dir=str(run),
+                name=run.name,
+                id=_wandb_id(run / "wandb.id"),
+                resume="allow",
+                config=settings,
             )
         keep_lines(run / "metrics.jsonl", kept)
         self.file = open(run / "metrics.jsonl", "ab", buffering=0)  # noqa: SIM115
@@ -135,6 +137,28 @@ class RunLog:
                 sink.close()
         if self.wandb is not None:
             self.wandb.finish(exit_code=0 if kind is None else 1)
+
+
+_PACKAGES = {"tensorboard": "tensorboardX", "wandb_project": "wandb"}  # by the key that needs it
+
+
+def _package(key: str) -> Any:
+    need = not_installed(f"'log.{key}' needs the package {_PACKAGES[key]}", extra="logging")
+    return import_optional(_PACKAGES[key], need)
+
+
+def _wandb_id(file: Path) -> str:
+    """The run's name there, which no run in another folder has; kept, so that a run that goes on is the same one."""
+    if not file.exists():
+        write_bytes(file, secrets.token_hex(8).encode())
+    return file.read_text()
+
+
+def check_packages(config: LogConfig) -> None:
+    """Raise `ConfigError` where a package is not installed that this process logs with."""
+    for key in _PACKAGES:
+        if getattr(config, key) and jax.process_index() == 0:
+            _package(key)
 
 
 def draw_losses(run: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
@@ -114,7 +115,7 @@ def make_step(
         skipped = state.skipped
         if config.on_nonfinite == "skip" or config.spike_factor is not None:
             accepted = _accept(state, metrics["loss"], norm, config)
-            unchanged = (state.params, state.optimizer, state.norm_mean)
+            unchanged = (state.params, state.optimizer, _mean_beside_spikes(state, norm, config))
             changed = jax.tree.map(lambda new, old: jnp.where(accepted, new, old), changed, unchanged)
             skipped = metrics["skipped_updates"] = skipped + (1 - accepted.astype(jnp.int32))
         new_state = TrainState(state.step + 1, *changed, skipped, state.frozen, state.teacher)
@@ -228,20 +229,23 @@ def _added(
         metrics["load_balancing_loss"] = balance = balance * counted / totals.tokens
         loss = loss + config.router_aux_loss_coef * balance
     if SWITCH in model.pattern.layer_types:
-        metrics["regularization"] = switch_regularizer(routing, tokens, config.switch_loss, totals.targets)
-        metrics |= _routing_metrics(routing, segments, totals)
+        routed = np.array([layer for layer, kind in enumerate(model.pattern.layer_types) if kind == SWITCH])
+        only = Routing(routing.logit[routed], routing.gate[routed], routing.disagreement[routed])
+        metrics["regularization"] = switch_regularizer(only, tokens, config.switch_loss, totals.targets)
+        metrics |= _routing_metrics(routing, segments, totals, routed)
         loss = loss + metrics["regularization"]
     return loss, metrics
 
 
-def _routing_metrics(routing: Routing, segments: jax.Array, totals: Totals) -> Metrics:
+def _routing_metrics(routing: Routing, segments: jax.Array, totals: Totals, routed: np.ndarray) -> Metrics:
+    """By layer; the ratio of the whole model is that of its layers that are routed."""
     values = (
         ("full_attention_ratio", routing.gate),
         ("router_logit", routing.logit),
         ("disagreement", routing.disagreement),
     )
     found = {f"{name}_by_layer": mean_by_layer(value, segments, totals.tokens) for name, value in values}
-    return {"full_attention_ratio": jnp.mean(found["full_attention_ratio_by_layer"])} | found
+    return {"full_attention_ratio": jnp.mean(found["full_attention_ratio_by_layer"][routed])} | found
 
 
 def _gradients(
@@ -290,6 +294,21 @@ def _accept(state: TrainState, loss: jax.Array, norm: jax.Array, config: TrainCo
         accepted &= jnp.isfinite(loss) & jnp.isfinite(norm)
     if config.spike_factor is not None:
         done = state.step - state.skipped
-        mean = state.norm_mean / jnp.maximum(1 - SPIKE_DECAY**done, 1e-6)
-        accepted &= (done < SPIKE_WARMUP) | (norm <= config.spike_factor * mean)
+        accepted &= (done < SPIKE_WARMUP) | (norm <= _largest(state, config.spike_factor))
     return accepted
+
+
+def _largest(state: TrainState, spike_factor: float) -> jax.Array:
+    """The largest gradient norm that is no spike."""
+    done = state.step - state.skipped
+    mean = state.norm_mean / jnp.maximum(1 - SPIKE_DECAY**done, 1e-6)
+    return spike_factor * mean
+
+
+def _mean_beside_spikes(state: TrainState, norm: jax.Array, config: TrainConfig) -> jax.Array:
+    """The running mean when an update is left out. A spike counts as the largest norm that is none: else a lasting rise
+    of the norms would end all updates for good."""
+    if config.spike_factor is None:
+        return state.norm_mean
+    counted = (SPIKE_DECAY + (1 - SPIKE_DECAY) * config.spike_factor) * state.norm_mean
+    return jnp.where(jnp.isfinite(norm) & (norm > _largest(state, config.spike_factor)), counted, state.norm_mean)

@@ -250,10 +250,10 @@ def test_a_run_that_goes_on_may_change_its_mesh_and_nothing_that_it_learns(file,
         with pytest.raises(ConfigError, match=sentence):
             claim(change, "mesh.fsdp=2")
     assert (run / "config.yaml").read_text() == before
-    claim("mesh.fsdp=2", "log.every=5")
-    assert load_config(TrainConfig, run / "config.yaml") == load_config(
-        TrainConfig, file, ["mesh.fsdp=2", "log.every=5"]
-    )
+    harmless = ["mesh.fsdp=2", "log.every=5", "checkpoint_every=7", "keep_checkpoints=3", "keep_checkpoint_period=14"]
+    harmless += ["validate_every=7", "validation_batches=2"]
+    claim(*harmless)
+    assert load_config(TrainConfig, run / "config.yaml") == load_config(TrainConfig, file, harmless)
 
 
 # ---- data ----

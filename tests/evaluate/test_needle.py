@@ -1,4 +1,6 @@
 import hashlib
+import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -191,6 +193,20 @@ def test_training_needles_weight_the_answers_digits_and_not_the_needles(bpe: Tok
     assert len(hidden) == 21
     assert {answered[:7], answered[7:]} <= {hidden[:7], hidden[7:14], hidden[14:]}
     assert bpe.decode(sample["tokens"]).endswith(f" is: {answered[7:]}.")
+
+
+def test_a_dictionarys_weight_is_on_its_digits_however_many_a_token_has():
+    pieces = re.compile(r"[0-9]{1,3}|[^0-9]")
+    ids: dict[str, int] = {}
+    in_threes = SimpleNamespace(
+        encode=lambda text: [ids.setdefault(piece, len(ids)) for piece in pieces.findall(text)],
+        spans=lambda text: [match.span() for match in pieces.finditer(text)],
+    )
+    sample = Dictionary(in_threes, length=300, seed=1)[2]
+    names = {number: piece for piece, number in ids.items()}
+    weighted = [names[token] for token in sample["tokens"][sample["weights"] > 0].tolist()]
+    assert len(weighted) > 9
+    assert all(map(str.isdigit, weighted))
 
 
 def test_dictionary_digits_count_from_the_second_time_on(bpe: Tokenizer) -> None:

@@ -5,6 +5,10 @@ import yaml
 from command_line import run
 from training_runs import losses
 
+from swa_jax.base.settings import load_config
+from swa_jax.plan.choose import settled
+from swa_jax.train.config import TrainConfig
+
 SHAPE = {"sequence_length": 32, "batch_size": 4}
 MODEL = {
     "model_type": "llama",
@@ -42,6 +46,12 @@ def test_it_is_chosen_by_the_memory_at_hand_and_kept_where_that_changes(free, re
     assert "'stages' differs" in run("train", file, status=2)  # another number of steps, and nothing else
     run("train", file, "stages.1.steps=1")
     assert len(losses(file.parent / "run")) == 2
+
+
+def test_all_processes_go_by_the_memory_of_the_first(file, monkeypatch):
+    monkeypatch.setattr("swa_jax.plan.choose.free_memory", lambda: 1e12)
+    monkeypatch.setattr("swa_jax.plan.choose.from_first_process", lambda ask: 0.0 * ask())
+    assert settled(load_config(TrainConfig, file), print).remat == "layer"
 
 
 def test_what_is_pinned_stays(file, monkeypatch):

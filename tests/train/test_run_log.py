@@ -2,6 +2,7 @@
 
 import errno
 import sys
+import types
 
 import jax.numpy as jnp
 import pytest
@@ -75,3 +76,17 @@ def test_a_sink_that_is_not_installed_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ConfigError, match=r"'log.tensorboard' needs the package tensorboardX"):
         open_log(tmp_path, LogConfig(tensorboard=True))
+
+
+def test_runs_in_folders_of_one_name_are_two_of_wandbs_and_each_goes_on(tmp_path, monkeypatch):
+    asked = []
+    run = types.SimpleNamespace(log=None, finish=lambda exit_code: None)
+    module = types.SimpleNamespace(init=lambda **options: asked.append((options["name"], options["id"])) or run)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    for parent in ("a", "b", "a"):
+        (tmp_path / parent / "run").mkdir(parents=True, exist_ok=True)
+        with open_log(tmp_path / parent / "run", LogConfig(wandb_project="mine")):
+            pass
+    assert [name for name, _ in asked] == ["run"] * 3
+    first, second, again = (number for _, number in asked)
+    assert first == again != second

@@ -14,13 +14,15 @@ import swa_jax.train.step as step_module
 from pallas_kernels.math.spec import NEVER
 from swa_jax.base.settings import from_dict, to_dict
 from swa_jax.data.tokenizer import load_tokenizer
-from swa_jax.model.loss import next_token_targets
+from swa_jax.model.attention import Routing
+from swa_jax.model.layer_types import FULL, SWITCH
+from swa_jax.model.loss import TokenLoss, next_token_targets
 from swa_jax.model.sharding import MeshConfig, Partition, make_mesh
 from swa_jax.train import stage_data
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.loop import place_batch
-from swa_jax.train.objectives import totals_of
-from swa_jax.train.step import _gradients, init_state, make_loss, make_step, make_validation_loss
+from swa_jax.train.objectives import SwitchLoss, totals_of
+from swa_jax.train.step import _added, _gradients, init_state, make_loss, make_step, make_validation_loss
 
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(1, 9, size=(4, 6)).astype(np.int32)
@@ -139,3 +141,21 @@ def test_a_batch_on_a_mesh_of_one_device_is_the_batch():
     placed = place_batch(batch, Partition(make_mesh(MeshConfig())), 4)
     for name, x in batch.items():
         np.testing.assert_array_equal(placed[name], x)
+
+
+def test_layers_that_are_not_routed_do_not_count_in_the_regularizer_and_the_ratio():
+    ones = np.ones((1, 6), np.float32)
+    totals = totals_of(ones.astype(np.int32), ones)
+    config = types.SimpleNamespace(z_loss=0.0, switch_loss=SwitchLoss())
+
+    def added(kinds):
+        here = jnp.array([kind == SWITCH for kind in kinds], jnp.float32)[:, None, None] * ones
+        model = types.SimpleNamespace(pattern=types.SimpleNamespace(layer_types=kinds))
+        loss, metrics = _added(
+            config, model, TokenLoss(ones, ones, ones, ones), Routing(here, here, here), ones, totals
+        )
+        return float(loss), float(metrics["full_attention_ratio"]), metrics["full_attention_ratio_by_layer"].tolist()
+
+    loss, ratio, by_layer = added((SWITCH, SWITCH))
+    assert (ratio, by_layer) == (1.0, [1.0, 1.0])
+    assert added((FULL, SWITCH, FULL)) == (pytest.approx(loss), 1.0, [0.0, 1.0, 0.0])
