@@ -124,6 +124,6 @@ def _option(parameter: inspect.Parameter) -> inspect.Parameter:
 
 
 for _method in METHODS.values():
-    app.command(_method.name, help=f"Choose {_method.chooses} by {_method.by}. It costs {_method.costs}.")(
+    app.command(_method.name, help=f"Choose {_method.chooses} by this: {_method.by}. It costs {_method.costs}.")(
         _command(_method)
     )

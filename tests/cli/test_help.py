@@ -51,3 +51,9 @@ def test_every_command_with_a_table_has_json():
 
 def test_completion_is_offered():
     assert "--install-completion" in CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"}).output
+
+
+def test_a_method_that_goes_by_another_ones_measure_reads_as_a_sentence():
+    said = CliRunner().invoke(app, ["select", "--help"], env={"COLUMNS": "200"}).output
+    assert "Choose KV heads by this: as `fisher`, of all tokens" in said
+    assert " at most (layers + 3) / 2 passes for each layer chosen." in said
