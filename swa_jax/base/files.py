@@ -311,9 +311,13 @@ def check_room(folder: Path, size: int) -> None:
     disk = shutil.disk_usage(folder)
     if disk.total and disk.free < size:  # some network file systems do not say their size
         raise CheckpointError(
-            f"the disk of {folder} has {disk.free / 1e9:.2f} GB left, and {size / 1e9:.2f} GB are needed: make room, "
+            f"the disk of {folder} has {_size(disk.free)} left, and {_size(size)} are needed: make room, "
             "or give a folder on another disk"
         )
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e7 else f"{count / 1e6:.2g} MB"
 
 
 # ---- what is known already ----
