@@ -442,6 +442,8 @@ def _verify(folder: Path, hf: Mapping[str, Any]) -> None:
     with concurrent.futures.ThreadPoolExecutor() as beside:
         for name, wrong in zip(sums, beside.map(damaged, sums), strict=True):
             if wrong:
-                raise CheckpointError(f"{folder / name} is damaged: its SHA-256 is not the one in {MANIFEST_FILE}")
+                raise CheckpointError(
+                    f"{folder / name} is damaged: its SHA-256 is not the one in {MANIFEST_FILE}: import it again"
+                )
     if configured is not None and configured != sum_of_json(hf):
         log.warning("%s was edited after it was written: the weights are read as it says now", folder / CONFIG_FILE)
