@@ -37,7 +37,9 @@ def new_file(file: str | Path) -> Iterator[BinaryIO]:
             out.flush()
             os.fsync(out.fileno())
         os.replace(partial, file)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is None:  # as of a write
+            error.filename = str(file)
         partial.unlink(missing_ok=True)  # half a file is of no use, and would keep a full disk full
         raise
 
