@@ -174,7 +174,7 @@ def export(
         bool,
         in_serving(
             help="Write canary.json and check_server.py, which tell what a server really computes. Takes seconds for a "
-            "small model and minutes for a large one."
+            "small model and minutes for a large one, longer with windows."
         ),
     ] = True,
 ) -> None:
@@ -196,7 +196,7 @@ def export(
     notes: list[str] = []
     options: dict[str, Any] = {"pattern": chosen, "server": server, "as_full": as_full, "canary": canary}
     options |= {"serve_length": serve_length, "batched_tokens": batched_tokens, "device": device}
-    with Progress("canary: texts") as progress:
+    with Progress("canary (--no-canary does without): texts") as progress:
         export_model(folder, destination, **options, describe=notes.append, progress=progress.update)
     typer.echo(destination)
     for note in notes:
