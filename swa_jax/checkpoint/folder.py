@@ -310,7 +310,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     hf = _read_json(folder / CONFIG_FILE)
     config = model_config(hf)
     pattern = AttentionPattern.from_json(folder / PATTERN_FILE)
-    pattern.validate(config)
+    try:
+        pattern.validate(config)
+    except ConfigError as error:
+        raise ConfigError(f"{folder / PATTERN_FILE} does not fit {folder / CONFIG_FILE}: {error}") from None
     _verify(folder, hf)
     stored = read_headers(folder / WEIGHTS)
     expected = expected_tensors(config, routers=any(map(is_router, stored)))
