@@ -11,7 +11,7 @@ from swa_jax.cli.main import app
 typer.testing._get_command = functools.cache(typer.main.get_command)
 
 
-def run(*arguments: object, status: int = 0, input: str | None = None) -> str:
+def run(*arguments: object, status: int = 0, input: str | bytes | None = None) -> str:
     """What a verb printed, errors included."""
     result = CliRunner().invoke(app, [str(a) for a in arguments], input=input, env={"COLUMNS": "200"})
     if result.exception is not None and not isinstance(result.exception, SystemExit):

@@ -270,7 +270,7 @@ def estimate_text(report: Mapping[str, Any]) -> str:
             f"{layer['full']:.2g} s in a layer of full attention and {layer['windowed']:.2g} s in a windowed one.",
             f"It would write {report['bytes_written'] / 2**20:.0f} MiB to {report['out']}.",
             *([f"Faster, each alone: {faster}."] if faster else []),
-            "This is an estimate: nothing was run and nothing was written.",
+            "This is an estimate: nothing was run, and nothing but the import was written.",
         ]
     )
 

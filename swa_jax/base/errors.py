@@ -73,6 +73,8 @@ def sentence(error: BaseException) -> str | None:
         return str(error)
     if sign := full_disk(error):
         state, help = _FULL_DISK[sign]
+        if file := getattr(error, "filename", None):
+            state = state.replace("the disk", f"the disk of {file}").replace("a file", f"the file {file}")
         return f"{state} ({sign}): {help}, and start the same command again"
     if isinstance(error, OSError) and error.filename is not None:
         what = _OF_A_FILE.get(type(error), f"cannot be read or written ({error.strerror}): name another")

@@ -36,7 +36,9 @@ def new_file(file: str | Path) -> Iterator[BinaryIO]:
             out.flush()
             os.fsync(out.fileno())
         os.replace(partial, file)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is None:  # as of a write
+            error.filename = str(file)
         partial.unlink(missing_ok=True)  # half a file is of no use, and would keep a full disk full
         raise
 
@@ -310,9 +312,13 @@ def check_room(folder: Path, size: int) -> None:
     disk = shutil.disk_usage(folder)
     if disk.total and disk.free < size:  # some network file systems do not say their size
         raise CheckpointError(
-            f"the disk of {folder} has {disk.free / 1e9:.2f} GB left, and {size / 1e9:.2f} GB are needed: make room, "
+            f"the disk of {folder} has {_size(disk.free)} left, and {_size(size)} are needed: make room, "
             "or give a folder on another disk"
         )
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e7 else f"{count / 1e6:.2g} MB"
 
 
 # ---- what is known already ----
@@ -327,6 +333,21 @@ _STARTS = (b'{"content": ', b'{"key": ')  # of our lines
 def digest(value: Any) -> str:
     """A key: 32 hexadecimal digits of the SHA-256 of plain JSON values, whatever the order of a mapping."""
     return sum_of_json(value)[:32]
+
+
+def note_settings(file: Path, settings: Any) -> None:
+    """Note in the cache that a command with these settings, plain JSON values, wrote a file; `has_settings` asks."""
+    write_text(_note(file, settings), sum_of_file(file))
+
+
+def has_settings(file: Path, settings: Any) -> bool:
+    """Whether a file is as a command with these settings wrote it."""
+    note = _note(file, settings)
+    return file.is_file() and note.is_file() and note.read_text() == sum_of_file(file)
+
+
+def _note(file: Path, settings: Any) -> Path:
+    return cache_folder("settings") / digest([str(file.resolve()), settings])
 
 
 def _to_stderr(line: str) -> None:

@@ -310,7 +310,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     hf = _read_json(folder / CONFIG_FILE)
     config = model_config(hf)
     pattern = AttentionPattern.from_json(folder / PATTERN_FILE)
-    pattern.validate(config)
+    try:
+        pattern.validate(config)
+    except ConfigError as error:
+        raise ConfigError(f"{folder / PATTERN_FILE} does not fit {folder / CONFIG_FILE}: {error}") from None
     _verify(folder, hf)
     stored = read_headers(folder / WEIGHTS)
     expected = expected_tensors(config, routers=any(map(is_router, stored)))
@@ -454,6 +457,8 @@ def _verify(folder: Path, hf: Mapping[str, Any]) -> None:
     with concurrent.futures.ThreadPoolExecutor() as beside:
         for name, wrong in zip(sums, beside.map(damaged, sums), strict=True):
             if wrong:
-                raise CheckpointError(f"{folder / name} is damaged: its SHA-256 is not the one in {MANIFEST_FILE}")
+                raise CheckpointError(
+                    f"{folder / name} is damaged: its SHA-256 is not the one in {MANIFEST_FILE}: import it again"
+                )
     if configured is not None and configured != sum_of_json(hf):
         log.warning("%s was edited after it was written: the weights are read as it says now", folder / CONFIG_FILE)

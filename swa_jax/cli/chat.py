@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
@@ -89,10 +90,14 @@ def chat(
 
 def _line() -> str | None:
     """The next message, None at the end of the input."""
-    try:
-        return input("> " if sys.stdin.isatty() else "").strip()
-    except EOFError:
-        return None
+    while True:
+        try:
+            data = os.fsencode(input("> ")) if sys.stdin.isatty() else sys.stdin.buffer.readline()
+            return data.decode().strip() if data or sys.stdin.isatty() else None
+        except UnicodeDecodeError:
+            typer.echo("the message is not UTF-8", err=True)
+        except EOFError:
+            return None
 
 
 def _reply(engine: Engine, tokenizer: Tokenizer, prompt: list[int], options: dict[str, Any]) -> str:

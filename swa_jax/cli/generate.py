@@ -100,6 +100,9 @@ def generate(
     decoder, tokenizer = load_checkpoint(model, dtype, partition, yarn)
     ((_, decoder),) = with_patterns(decoder, [] if pattern is None else [pattern], window.as_window)
     tokens = [ids for ids in prompt_tokens(model, tokenizer, texts, chat) for _ in range(samples)]
+    if not all(tokens):
+        where = "the prompt" if prompts is None else f"prompt {tokens.index([]) // samples + 1} of {prompts}"
+        raise ConfigError(f"{where} is empty: a prompt needs at least one token")
     note_context(decoder.config, max(map(len, tokens)) + max_new_tokens)
     pieces = 1 if partition is None else partition.size("batch")
     slots = -(-min(slots, len(tokens)) // pieces) * pieces

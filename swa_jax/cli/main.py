@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -74,8 +75,16 @@ class Verbs(typer.core.TyperGroup):
             _complain(message)
             raise typer.Exit(getattr(error, "status", 2)) from None
         except KeyboardInterrupt:
-            typer.echo("interrupted: what keeps its progress goes on when the same command is started again", err=True)
+            goes_on = "" if not _keeps(verb, arguments) else ": it goes on when the same command is started again"
+            typer.echo(f"interrupted{goes_on}", err=True)
             raise typer.Exit(130) from None
+
+
+def _keeps(verb: str, arguments: Sequence[str]) -> bool:
+    """Whether a command keeps its progress."""
+    if verb in ("select", "compare", "evaluate", "generate", "distill"):
+        return any(argument.split("=")[0] == "--out" for argument in arguments)
+    return verb in ("import", "adapt", "demo", "train")
 
 
 def _complain(message: str) -> None:
@@ -165,7 +174,7 @@ def export(
         bool,
         in_serving(
             help="Write canary.json and check_server.py, which tell what a server really computes. Takes seconds for a "
-            "small model and minutes for a large one."
+            "small model and minutes for a large one, longer with windows."
         ),
     ] = True,
 ) -> None:
@@ -187,7 +196,7 @@ def export(
     notes: list[str] = []
     options: dict[str, Any] = {"pattern": chosen, "server": server, "as_full": as_full, "canary": canary}
     options |= {"serve_length": serve_length, "batched_tokens": batched_tokens, "device": device}
-    with Progress("canary: texts") as progress:
+    with Progress("canary (--no-canary does without): texts") as progress:
         export_model(folder, destination, **options, describe=notes.append, progress=progress.update)
     typer.echo(destination)
     for note in notes:

@@ -15,7 +15,7 @@ UsageError: Any = typer.BadParameter.__base__  # of the click that typer has ins
 _WANTED = {
     "int_parsing": "a whole number",
     "int_from_float": "a whole number",
-    "int_parsing_size": "a whole number",
+    "int_parsing_size": "a whole number of fewer digits",
     "float_parsing": "a number",
     "greater_than_equal": "at least {ge:g}",
     "less_than_equal": "at most {le:.15g}",
@@ -77,7 +77,8 @@ def _wrong_value(error: Any) -> str:
     if not details:
         return f"cannot be used: {error.message}"
     first = details[0]
-    got = f"got {first['input']}" if re.fullmatch(r"-?[\d.]+", str(first["input"])) else f"got '{first['input']}'"
+    given = str(first["input"])
+    got = f"got {given:.100}" if re.fullmatch(r"-?[\d.]+", given) else f"got '{given:.100}'"
     if choices := error.param.type_descriptor.choices:
         *most, last = map(str, choices)
         return f"must be {', '.join(most)} or {last}, {got}"

@@ -238,7 +238,8 @@ def _pick(record: Any, fields: Mapping[str, str], where: str) -> list[str]:
 def _check_fields(names: Sequence[str], fields: Mapping[str, str], where: str) -> None:
     for key, field in fields.items():
         if field not in names:
-            raise ConfigError(f"{where} has no field '{field}' ({key}){nearest(field, names)}")
+            named = "" if key == field else f" ({key})"
+            raise ConfigError(f"{where} has no field '{field}'{named}{nearest(field, names)}")
 
 
 def _record(file: Path, number: int) -> str:

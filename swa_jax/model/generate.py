@@ -188,9 +188,9 @@ def sampling(temperature: float = 0.0, top_k: int | None = None, top_p: float | 
     if not 0 <= temperature < float("inf"):
         raise ConfigError(f"temperature must be 0 (greedy) or a positive number, got {temperature}")
     if top_k is not None and top_k < 1:
-        raise ConfigError(f"top_k must be at least 1 (or None), got {top_k}")
+        raise ConfigError(f"top_k must be at least 1, got {top_k}")
     if top_p is not None and not 0 < top_p <= 1:
-        raise ConfigError(f"top_p must be above 0 and at most 1 (or None), got {top_p}")
+        raise ConfigError(f"top_p must be above 0 and at most 1, got {top_p}")
     if temperature == 0:
         return GREEDY
     return Sampling(

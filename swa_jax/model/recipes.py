@@ -111,7 +111,7 @@ def _full_layers(recipe: str, name: str, layers: Sequence[int], seed: int) -> tu
     if base in BASES:
         raise ConfigError(f"recipe '{recipe}' is incomplete: write it as in '{_example(base)}'")
     known = [*map(_example, BASES), *SWAA_ROWS, *PUBLISHED]
-    raise ConfigError(f"'{recipe}' is neither a recipe nor a .json file{nearest(name, known)}")
+    raise ConfigError(f"'{recipe:.100}' is neither a recipe nor a .json file{nearest(name, known)}")
 
 
 def _example(base: str) -> str:

@@ -321,7 +321,7 @@ _TABLE = (
     Method("nll", "layers", "what making one layer full, all others windowed, does for the answers",
            "(layers + 3) / 2 passes", _nll, **_LAYERS),
     Method("nll-greedy", "layers", "what making one more layer full does, asked again after each layer chosen",
-           "at most that for each layer chosen", _nll_greedy, {"tried": 0}, **_LAYERS),
+           "at most (layers + 3) / 2 passes for each layer chosen", _nll_greedy, {"tried": 0}, **_LAYERS),
     Method("nll-gradient", "layers", "what making one more layer full does, of four that one gradient names",
            "6 to 8 passes for each layer chosen", _nll_greedy, **_LAYERS),
     Method("nll-heads", "KV heads", "what making one more head full does, of four that one gradient names",

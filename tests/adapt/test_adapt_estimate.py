@@ -37,7 +37,7 @@ def test_the_plan_says_what_would_be_done_and_does_nothing(tmp_path, monkeypatch
         assert any(line.strip().startswith(f"{number}. ") and words in line for line in said.splitlines())
     assert "export for vllm" in said
     assert "4 sink tokens: vllm 0.33.0 cannot run this pattern" in said
-    assert "\nThis is an estimate: nothing was run and nothing was written.\n" in said
+    assert "\nThis is an estimate: nothing was run, and nothing but the import was written.\n" in said
     monkeypatch.setattr(estimate_module, "time_layers", lambda job, length: Clock(2.0, 1.0, 1e-6))
     report = json.loads(run(*command, "--plan", "--json", *SMALL))
     assert [one["stage"] for one in report["stages"]] == list(STAGES)

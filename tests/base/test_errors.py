@@ -74,6 +74,10 @@ def raised(call) -> BaseException:
         (PermissionError(errno.EACCES, "Permission denied", "a.txt"), "a.txt may not be read or written by you"),
         (OSError(errno.ENOSPC, "No space left on device"), "the disk is full (No space left on device): make room, "
          "and start the same command again"),
+        (OSError(errno.ENOSPC, "No space left on device", "a.txt"),
+         "the disk of a.txt is full (No space left on device): make room, and start the same command again"),
+        (OSError(errno.EFBIG, "File too large", "a.txt"), "the file a.txt reaches the largest size that is allowed "
+         "here (File too large): raise it (ulimit -f unlimited), and start the same command again"),
         # TensorStore says it in a ValueError.
         (ValueError("Error writing: RESOURCE_EXHAUSTED: write: No space left on device"),
          "the disk is full (No space left on device): make room, and start the same command again"),

@@ -34,8 +34,9 @@ def test_a_disk_that_is_full_leaves_the_file_of_before_and_nothing_else(tmp_path
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, fault, full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match="No space") as caught:
         files.write_text(file, "after")
+    assert caught.value.filename == str(file)
     assert file.read_text() == "before"
     assert list(tmp_path.iterdir()) == [file]
 

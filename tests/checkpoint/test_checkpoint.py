@@ -147,7 +147,7 @@ def test_a_flipped_byte_is_named_by_file(saved):
     file = saved / "weights" / "model.safetensors"
     whole, middle = file.read_bytes(), file.stat().st_size // 2
     file.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
-    with pytest.raises(ConfigError, match=r"model.safetensors is damaged: its SHA-256"):
+    with pytest.raises(ConfigError, match=r"model.safetensors is damaged: its SHA-256 .*: import it again"):
         load_model(saved)
 
 
@@ -194,3 +194,9 @@ def test_the_sum_of_the_weights_is_of_what_the_files_hold(tmp_path):
         (tmp_path / name / "manifest.json").write_text(json.dumps({"sha256": {"weights/d": content}}))
         found.append(weights_sum(tmp_path / name))
     assert found[0] == found[2] != found[1]
+
+
+def test_a_pattern_of_another_depth_names_the_files(saved):
+    make("w" * 9, sliding_window=8).to_json(saved / "pattern.json")
+    with pytest.raises(ConfigError, match=r"pattern.json does not fit .*config.json: the pattern has 9 layers"):
+        load_model(saved)

@@ -72,6 +72,9 @@ def _write(file: Path, config: dict) -> Path:
         ("pattern full --layerz 4", "--layerz is not an option of `swa-jax pattern`; did you mean '--layers'?"),
         ("pattern full --layers", "--layers needs a value"),
         ("pattern full --layers four", "--layers must be a whole number, got 'four'"),
+        ("pattern full --layers " + "5" * 5000, f"--layers must be a whole number of fewer digits, got {'5' * 100}\n"),
+        ("pattern full --layers " + "x" * 5000, f"--layers must be a whole number, got '{'x' * 100}'\n"),
+        (f"pattern {'z' * 5000} --layers 2", f"'{'z' * 100}' is neither a recipe nor a .json file"),
         ("pattern full --layers 0", "--layers must be at least 1, got 0"),
         ("pattern full --layers 999999999", "--layers must be at most 10000, got 999999999"),
         ("pattern full --model recal", "recal is no model; did you mean 'recall'?"),
@@ -106,7 +109,7 @@ def test_a_wrong_call(call, sentence, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.json").write_text('{"a": 1}')
     (tmp_path / "empty.yaml").touch()
-    assert fails(*call.split()).startswith(sentence.format(here=tmp_path))
+    assert f"{fails(*call.split())}\n".startswith(sentence.format(here=tmp_path))
 
 
 def test_an_interruption_before_a_verb_has_begun_is_no_traceback(monkeypatch):

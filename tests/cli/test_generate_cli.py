@@ -115,6 +115,8 @@ def test_a_conversation(talking):
     assert output == "".join(f"{reply}\n" for reply in (first, second, first))
     told = continuation(talking, "s:S;u:hi;a:")
     assert run("chat", talking, *options, "--system", "S", input="hi") == f"{told}\n"
+    output = run("chat", talking, *options, input=b"\xff\nhi\n")
+    assert output == f"the message is not UTF-8\n{first}\n"
     output = run("chat", talking, *options, input="x" * 70 + "\nhi\n")
     assert output.startswith("the conversation has 75 tokens and --length is 64: /new starts anew\n")
     assert output.endswith(f"{first}\n")

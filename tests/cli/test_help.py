@@ -51,3 +51,23 @@ def test_every_command_with_a_table_has_json():
 
 def test_completion_is_offered():
     assert "--install-completion" in CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"}).output
+
+
+def test_a_method_that_goes_by_another_ones_measure_reads_as_a_sentence():
+    said = CliRunner().invoke(app, ["select", "--help"], env={"COLUMNS": "200"}).output
+    assert "Choose KV heads by this: as `fisher`, of all tokens" in said
+    assert " at most (layers + 3) / 2 passes for each layer chosen." in said
+
+
+@pytest.mark.parametrize(("command", "keeps"), [("generate m x", False), ("generate m x --out=r", True)])
+def test_an_interruption_says_that_a_command_goes_on_only_where_it_does(monkeypatch, command, keeps):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("swa_jax.cli.generate.find_model", interrupted)
+    monkeypatch.setattr("swa_jax.cli.generate.check_output", lambda *_: None)
+    ended = CliRunner().invoke(app, command.split())
+    assert (ended.exit_code, ended.output.strip()) == (
+        130,
+        "interrupted: it goes on when the same command is started again" if keeps else "interrupted",
+    )
