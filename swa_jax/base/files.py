@@ -335,21 +335,6 @@ def digest(value: Any) -> str:
     return sum_of_json(value)[:32]
 
 
-def note_settings(file: Path, settings: Any) -> None:
-    """Note in the cache that a command with these settings, plain JSON values, wrote a file; `has_settings` asks."""
-    write_text(_note(file, settings), sum_of_file(file))
-
-
-def has_settings(file: Path, settings: Any) -> bool:
-    """Whether a file is as a command with these settings wrote it."""
-    note = _note(file, settings)
-    return file.is_file() and note.is_file() and note.read_text() == sum_of_file(file)
-
-
-def _note(file: Path, settings: Any) -> Path:
-    return cache_folder("settings") / digest([str(file.resolve()), settings])
-
-
 def _to_stderr(line: str) -> None:
     print(line, file=sys.stderr)
 

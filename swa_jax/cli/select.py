@@ -84,9 +84,6 @@ def select(
     bare = cast("Decoder", source)  # its config is what methods by place read
     task = Task(bare, [], whole, running.batch_size, examples.seed, heads_in, partition=partition, force=written.force)
     ratio = budget.ratio_of(method.chooses, config, source.hf_config, kind.length, whole, heads_in)
-    asked = (method.name, ratio, heads_in, whole, examples, kind, running.dtype, own)
-    settings = [weights_sum(folder), repr(asked)]
-    written.check_free(settings)
     task.report = functools.partial(typer.echo, err=True)
     if method.name not in BY_PLACE:
         task.model, tokenizer = load_checkpoint(folder, running.dtype, partition)
@@ -96,7 +93,7 @@ def select(
     with Progress("steps") as progress:
         task.progress = progress.update
         (chosen,) = choose(method.name, task, [ratio], **own)
-    write_choice(chosen, config, written.out, settings)
+    write_choice(chosen, config, written.out)
 
 
 def _command(method: Method) -> Callable[..., None]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from swa_jax.base.errors import ConfigError
-from swa_jax.base.files import has_settings, note_settings
 from swa_jax.cli.groups import Options
 from swa_jax.cli.options import (
     BatchedTokens,
@@ -80,11 +79,6 @@ class Written(Options):
         if self.out.suffix != ".json":
             raise ConfigError(f"--out is {self.out}: a pattern file must end in .json")
         check_output("--out", self.out)
-
-    def check_free(self, settings: Any) -> None:
-        """Raise `ConfigError` where there is a file that a choice with other settings, or somebody else, wrote."""
-        if self.out.exists() and not has_settings(self.out, settings):
-            raise ConfigError(f"{self.out} is there already, and is of other settings: remove it, or name another file")
 
     @property
     def scores(self) -> Path:
@@ -203,7 +197,7 @@ class Budget(Counted):
         return 1 - full / total
 
 
-def write_choice(pattern: AttentionPattern, config: ModelConfig, out: Path, settings: Any) -> None:
+def write_choice(pattern: AttentionPattern, config: ModelConfig, out: Path) -> None:
     """The pattern's file, and beside it a picture: of the layers' scores, or of the heads that stay full."""
     from swa_jax.base.estimates import Estimate
     from swa_jax.report.heat_maps import head_map
@@ -211,7 +205,6 @@ def write_choice(pattern: AttentionPattern, config: ModelConfig, out: Path, sett
     from swa_jax.select.heads import head_mask
 
     pattern.to_json(out)
-    note_settings(out, settings)
     picture, said = out.with_suffix(".png"), pattern.provenance
     if "intervals" in said:
         means = [math.nan if mean is None else mean for mean in said["scores"]]
