@@ -96,17 +96,18 @@ Scores = Mapping[tuple[str, float], Mapping[int, np.ndarray]]  # by method and r
 
 
 def read_scores(file: Path, measure: Measure) -> tuple[Scores, dict[str, Any]]:
-    """Scores by method and ratio, and the rows of `--pattern full` and the like, by name.
+    """Scores by method and ratio, and the rows of `--pattern full` and the like, by name, of the latest comparison.
 
     Raises:
-      ConfigError: the file is of several comparisons, or of none.
+      ConfigError: no method chose anything.
     """
     rows = read_json(file)["rows"]
-    chosen = [row for row in rows if "ratio" in row]
-    if len({row["comparison"] for row in chosen}) != 1:
-        raise ConfigError(f"{file} must be of one comparison: give `swa-jax compare` a new --out")
+    latest = next((row["comparison"] for row in reversed(rows) if "ratio" in row), None)
+    if latest is None:
+        raise ConfigError(f"{file} has no choice of a method: name one to `swa-jax compare`")
+    rows = [row for row in rows if row["comparison"] == latest]
     scores: dict[tuple[str, float], dict[int, np.ndarray]] = {}
-    for row in chosen:
+    for row in (row for row in rows if "ratio" in row):
         scores.setdefault((row["name"], row["ratio"]), {})[row["seed"]] = np.array(row[measure.field])
     return scores, {row["name"]: row for row in rows if "ratio" not in row}
 

@@ -28,7 +28,13 @@ def folder(tmp_path):
         for name, scores in by.items()
         for seed, right in enumerate(scores)
     ]
-    full = {"name": "full", "right": exact(50), "needle_accuracy": 1.0, "scored_on": {"examples": "e"}}
+    full = {
+        "name": "full",
+        "right": exact(50),
+        "needle_accuracy": 1.0,
+        "scored_on": {"examples": "e"},
+        "comparison": "c",
+    }
     (tmp_path / "results.json").write_text(json.dumps({"rows": [full, *rows]}))
     return tmp_path
 
@@ -86,8 +92,11 @@ def test_of_several_models_each_has_one_seed(folder, tmp_path_factory):
     (other / "results.json").write_text(json.dumps({"rows": [rows[0] | {"scored_on": {"examples": "f"}}, *rows[1:]]}))
     with pytest.raises(ConfigError, match="different prompts"):
         tables(one, other)
-    (other / "results.json").write_text(json.dumps({"rows": [*rows, rows[1] | {"comparison": "d"}]}))
-    with pytest.raises(ConfigError, match="one comparison"):
+    earlier = [row | {"comparison": "earlier", "right": [0] * len(row["right"])} for row in rows]
+    (other / "results.json").write_text(json.dumps({"rows": [*earlier, *rows]}))
+    assert tables(one, other, of="model") == tables(folder, of="model").replace("`full`: 100", "`full`: 100, 100")
+    (other / "results.json").write_text(json.dumps({"rows": [row for row in rows if "ratio" not in row]}))
+    with pytest.raises(ConfigError, match="no choice of a method"):
         tables(other)
 
 
