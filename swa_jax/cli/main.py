@@ -58,10 +58,10 @@ class Verbs(typer.core.TyperGroup):
             if message := usage_sentence(error):
                 _complain(message)
         except OSError as error:  # of the help, printed to a full disk
-            if (message := sentence(error)) is None:
+            if (full := sentence(error)) is None:
                 raise
             status = 2
-            _complain(message)
+            _complain(full)
         except typer.Abort:  # the end of the input, where something was asked
             status = 1
         sys.exit(status)
