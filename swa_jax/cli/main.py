@@ -57,6 +57,11 @@ class Verbs(typer.core.TyperGroup):
             status = error.exit_code
             if message := usage_sentence(error):
                 _complain(message)
+        except OSError as error:  # of the help, printed to a full disk
+            if (full := sentence(error)) is None:
+                raise
+            status = 2
+            _complain(full)
         except typer.Abort:  # the end of the input, where something was asked
             status = 1
         sys.exit(status)

@@ -1,5 +1,9 @@
 """`--help` of every verb on a terminal of 80 columns: whole words, options in groups."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -71,3 +75,12 @@ def test_an_interruption_says_that_a_command_goes_on_only_where_it_does(monkeypa
         130,
         "interrupted: it goes on when the same command is started again" if keeps else "interrupted",
     )
+
+
+def test_help_on_a_full_disk_is_one_sentence():
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "swa_jax.cli", "--help"]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("the disk is full (No space left on device): make room")
+    assert "Traceback" not in ended.stderr
