@@ -95,17 +95,18 @@ CLAIMS = (
 Scores = Mapping[tuple[str, float], Mapping[int, np.ndarray]]  # by method and ratio: by seed [N]
 
 
-def read_scores(file: Path, measure: Measure) -> tuple[Scores, dict[str, Any]]:
-    """Scores by method and ratio, and the rows of `--pattern full` and the like, by name, of the latest comparison.
-
-    Raises:
-      ConfigError: no method chose anything.
-    """
+def latest_rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of the latest comparison that a file holds. Raises `ConfigError` where no method chose anything."""
     rows = read_json(file)["rows"]
     latest = next((row["comparison"] for row in reversed(rows) if "ratio" in row), None)
     if latest is None:
         raise ConfigError(f"{file} has no choice of a method: name one to `swa-jax compare`")
-    rows = [row for row in rows if row["comparison"] == latest]
+    return [row for row in rows if row["comparison"] == latest]
+
+
+def read_scores(file: Path, measure: Measure) -> tuple[Scores, dict[str, Any]]:
+    """Scores by method and ratio, and the rows of `--pattern full` and the like, by name."""
+    rows = latest_rows(file)
     scores: dict[tuple[str, float], dict[int, np.ndarray]] = {}
     for row in (row for row in rows if "ratio" in row):
         scores.setdefault((row["name"], row["ratio"]), {})[row["seed"]] = np.array(row[measure.field])
@@ -140,7 +141,7 @@ def costs(folders: Sequence[Path]) -> dict[str, str]:
     """What each method's dearest choice cost: operations and seconds, the mean over seeds or models."""
     every: dict[str, dict[Any, tuple[float, float]]] = {}
     for folder in folders:
-        for row in read_json(folder / "results.json")["rows"]:
+        for row in latest_rows(folder / "results.json"):
             said = row.get("pattern", {}).get("provenance", {})
             if "ratio" in row and "flops" in said:
                 by_seed = every.setdefault(row["name"], {})
@@ -231,13 +232,13 @@ def against_full(file: Path, margin: float) -> str:
     A choice is not inferior by a margin (in points) if the whole interval of the difference is above minus the margin.
 
     Raises:
-      ConfigError: the file has no scores of full attention, or is not of one comparison.
+      ConfigError: the file has no scores of full attention, or no choice of a method.
     """
     scores, plain = read_scores(file, FOUND)
     if "full" not in plain:
         raise ConfigError(f"{file} has no scores of full attention: give `swa-jax compare` a new --out")
     full = {seed: np.array(plain["full"]["right"]) for by_seed in scores.values() for seed in by_seed}
-    bytes_of = {(row["name"], row.get("ratio")): row["kv_cache_bytes"] for row in read_json(file)["rows"]}
+    bytes_of = {(row["name"], row.get("ratio")): row["kv_cache_bytes"] for row in latest_rows(file)}
     n, seeds = len(plain["full"]["right"]), len(full)
     of_choosing = f"{n} prompts, {seeds} {'seed' if seeds == 1 else 'seeds'} of choosing"
     head = ["method", "windowed KV heads", "KV cache, % of full", "difference to full, points"]

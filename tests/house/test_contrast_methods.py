@@ -70,7 +70,7 @@ def test_losses_and_costs(tmp_path):
             rows.append(
                 {"name": name, "ratio": 0.5, "seed": seed, "losses": losses, "comparison": "c", "pattern": pattern}
             )
-    full = {"name": "full", "losses": noise.tolist(), "scored_on": {"examples": "e"}}
+    full = {"name": "full", "losses": noise.tolist(), "scored_on": {"examples": "e"}, "comparison": "c"}
     (tmp_path / "results.json").write_text(json.dumps({"rows": [full, *rows]}))
     text = tables(tmp_path, measure=contrasts.LOSS)
     assert f"`full`: {noise.mean():.2f}." in text
