@@ -37,7 +37,7 @@ def new_file(file: str | Path) -> Iterator[BinaryIO]:
             os.fsync(out.fileno())
         os.replace(partial, file)
     except BaseException as error:
-        if isinstance(error, OSError) and error.filename is None:  # as of a write
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:  # as of a write
             error.filename = str(file)
         partial.unlink(missing_ok=True)  # half a file is of no use, and would keep a full disk full
         raise
