@@ -265,6 +265,11 @@ def _check_files(settings: AdaptOptions) -> None:
     for option, idle in {"--tune-data": settings.tune_data, "--tune-prompts": settings.tune_prompts}.items():
         if idle and not settings.tune:
             raise ConfigError(f"{option} is trained on by --tune STEPS: give both")
+    measured = {file.resolve() for file in [*settings.text, *filter(None, [settings.data])]}
+    if both := [name for name in settings.tune_data if Path(name).resolve() in measured]:
+        raise ConfigError(
+            f"{both[0]} is both trained on (--tune-data) and measured on (--text, --data): name another for one of them"
+        )
     if settings.reply_tokens is not None and settings.tune_prompts is None:
         raise ConfigError("--reply-tokens is the length of replies to --tune-prompts: give both")
     if settings.tune_prompts is not None and settings.tune_data:

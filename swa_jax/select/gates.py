@@ -73,20 +73,26 @@ def gate_logits(
     config = model.config
     pattern = AttentionPattern.everywhere(WINDOW, config, **window.fields)
     graph, weights = nnx.split(model.with_pattern(pattern))
-    batches = [batch for _, batch in answer_batches(examples, batch_size, window)]
+    batches = list(answer_batches(examples, batch_size, window))
     optimizer = optax.adam(LEARNING_RATE)
     logits = jnp.full((config.num_hidden_layers, 1 if whole_layers else config.common_kv_heads), START)
     state, multiplier = optimizer.init(logits), jnp.zeros(())
     for step in range(steps):
         key = jax.random.fold_in(jax.random.key(seed), step)
-        batch = batches[step % len(batches)]
+        index, batch = batches[step % len(batches)]
+        counts = real_rows(index, batch) * len(batches) / len(examples)  # each example once in a round, in any batches
         count_pass(batch.tokens, back=1)
-        gradient, excess = _gradient(logits, graph, weights, batch, full_share, multiplier, key)
+        gradient, excess = _gradient(logits, graph, weights, batch, counts, full_share, multiplier, key)
         multiplier += excess
         updates, state = optimizer.update(gradient, state)
         logits = optax.apply_updates(logits, updates)
         progress(step + 1, steps)
     return np.asarray(logits, np.float64)
+
+
+def real_rows(index: np.ndarray, batch: AnswerBatch) -> np.ndarray:
+    """[B] f32: 1 for an example, 0 for what fills up a batch."""
+    return (np.arange(len(batch.tokens)) < len(index)).astype(np.float32)
 
 
 @functools.partial(jax.jit, static_argnames=("graph",))
@@ -95,6 +101,7 @@ def _gradient(
     graph: Any,
     weights: nnx.State,
     batch: AnswerBatch,
+    counts: jax.Array,
     full_share: jax.Array,
     multiplier: jax.Array,
     key: jax.Array,
@@ -107,7 +114,7 @@ def _gradient(
         gates = jnp.clip(LOW + (HIGH - LOW) * jax.nn.sigmoid((logits + noise) / TEMPERATURE), 0, 1)
         gates = jnp.broadcast_to(gates, (len(gates), model.config.most_kv_heads))
         excess = jax.nn.sigmoid(logits - TEMPERATURE * math.log(-LOW / HIGH)).mean() - full_share
-        loss = gated_loss(model, gates, batch).mean()
+        loss = (gated_loss(model, gates, batch) * counts).sum()
         return loss + multiplier * excess + PENALTY / 2 * jnp.square(excess), excess
 
     return jax.grad(objective, has_aux=True)(logits)
@@ -209,8 +216,7 @@ def gate_gradient(
     total = np.zeros(full.shape)
     gates, through = np.where(full, 1.0, GATE).astype(np.float32), full.any(1)
     for index, batch in batches:
-        counted = np.arange(len(batch.tokens)) < len(index)
-        gradient = _loss_gradient(gates, through, graph, weights, batch, counted, partition)
+        gradient = _loss_gradient(gates, through, graph, weights, batch, real_rows(index, batch), partition)
         total -= np.asarray(gradient, np.float64)
     return np.where(full, 0.0, total)
 

@@ -27,7 +27,7 @@ from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import WINDOW
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
-from swa_jax.select.gates import full_heads, gated_loss
+from swa_jax.select.gates import full_heads, gated_loss, real_rows
 from swa_jax.select.work import count_pass
 
 
@@ -65,7 +65,7 @@ def patching_scores(
         progress(done, passes)
 
     for index, batch in batches:
-        counted = jnp.asarray(np.arange(len(batch.tokens)) < len(index), jnp.float32)
+        counted = real_rows(index, batch)
         clean = _full_heads(graph, weights, batch)
         count_pass(batch.tokens, 2 if by_gradient else 2 + total.size, back=by_gradient)
         if by_gradient:

@@ -378,6 +378,10 @@ def test_fine_tuning_on_the_models_own_replies(tmp_path):
     for changes, sentence in [
         ({"tune": 0}, "--tune-prompts is trained on by --tune STEPS"),
         ({"tune_data": ("a.txt",)}, "give one of them"),
+        (
+            {"tune_prompts": None, "reply_tokens": None, "tune_data": (str(questions),), "text": (questions,)},
+            "is both trained on",
+        ),
         ({"tune_prompts": None}, "--reply-tokens is the length of replies to --tune-prompts"),
         (
             {"tune_prompts": None, "reply_tokens": None, "tune_data": ("a.txt",), "tune": 0},

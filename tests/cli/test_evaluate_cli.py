@@ -27,6 +27,7 @@ from swa_jax.evaluate.ruler_scores import RulerScore, ruler_scores
 from swa_jax.evaluate.sweep import perplexity_sweep, with_window
 from swa_jax.model.flops import matrix_parameters
 from swa_jax.model.generate import generate
+from swa_jax.model.layer_types import HYBRID, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
 
@@ -387,6 +388,16 @@ def test_json_is_all_that_is_printed(checkpoint, text):
 # ---- one folder for several kinds ----
 
 
+def test_a_folder_tells_heads_apart(checkpoint, text, tmp_path):
+    """No layer is full as a whole in either pattern."""
+    file, out = tmp_path / "heads.json", tmp_path / "out"
+    shared = ("--pattern", file, "--out", out)
+    AttentionPattern((HYBRID, WINDOW), 16, full_kv_heads=((0,), ())).to_json(file)
+    run("evaluate", "text", checkpoint, text, "--lengths", 32, *shared)
+    AttentionPattern((WINDOW, HYBRID), 16, full_kv_heads=((), (0,))).to_json(file)
+    assert fails("routing", checkpoint, *shared).startswith(f"{out} holds results of other content (other patterns)")
+
+
 def test_several_kinds_share_a_folder(checkpoint, text, tmp_path, monkeypatch):
     measure, sweep = (importlib.import_module(f"swa_jax.evaluate.{name}") for name in ("measure", "sweep"))
     row = {"full_layers": [], "needle_accuracy": 1.0, "needle_interval": None, "answer_nll": 1.0, "kv_cache_bytes": 1}
@@ -400,7 +411,7 @@ def test_several_kinds_share_a_folder(checkpoint, text, tmp_path, monkeypatch):
     needles = ("needles", checkpoint, "--examples", 1, "--length", 320)
     run("evaluate", *needles, *out)
     results = json.loads((tmp_path / "results.json").read_text())
-    assert set(results) == {"model", "yarn", "dtype", "patterns", "settings", "perplexity_sweep", "rows"}
+    assert set(results) == {"model", "weights", "yarn", "dtype", "patterns", "settings", "perplexity_sweep", "rows"}
     assert results["settings"]["text"] == {
         "file": str(text),
         "lengths": "32",

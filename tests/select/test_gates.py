@@ -112,6 +112,17 @@ def test_the_noise_is_drawn_by_the_seed():
     assert np.abs(runs[0] - runs[2]).max() > 1e-3
 
 
+def test_what_fills_up_a_batch_does_not_count():
+    """Of three examples in batches of four a filler is the last one again; in batches of two it would weigh as two."""
+    model = Decoder(dataclasses.replace(SOFTMAX, num_hidden_layers=1), WINDOWED_ONE, rngs=nnx.Rngs(0))
+    asked = examples(61)
+    options = {"full_share": 0.5, "steps": 1}
+    whole, filled = (gate_logits(model, asked, Window(4), batch_size=size, **options) for size in (3, 4))
+    np.testing.assert_allclose(filled, whole, rtol=0, atol=1e-5)
+    batches = answer_batches(asked, 2, Window(4))
+    assert [gates_module.real_rows(*one).tolist() for one in batches] == [[1, 1], [1, 0]]
+
+
 WINDOWED_ONE = AttentionPattern((WINDOW,), 4)
 
 

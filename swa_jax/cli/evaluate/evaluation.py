@@ -156,9 +156,12 @@ class Evaluation(WindowGiven):
     @functools.cached_property
     def models(self) -> list[tuple[str, Decoder]]:
         """The model under each pattern, by the pattern's name."""
+        from swa_jax.checkpoint.folder import weights_sum
+
         models = with_patterns(self._loaded[0], self.pattern or [], self.as_window)
         measured = {
             "model": str(self.checkpoint),
+            "weights": weights_sum(self.checkpoint),
             "yarn": self.yarn,
             "dtype": self.dtype,
             "patterns": {
@@ -166,6 +169,7 @@ class Evaluation(WindowGiven):
                     "sliding_window": None,
                     **model.pattern.window.fields,
                     "full_layers": list(model.pattern.full_layers),
+                    "full_kv_heads": [list(heads) for heads in model.pattern.full_kv_heads],
                 }
                 for name, model in models
             },
