@@ -45,6 +45,8 @@ from swa_jax.model.config import ModelConfig
 from swa_jax.model.parameters import EMBEDDING, HEAD
 from swa_jax.model.pattern import AttentionPattern
 
+_CODE = "auto_map"  # of config.json: names .py files beside it, which are not copied
+
 
 def import_model(
     source: str | Path,
@@ -181,7 +183,7 @@ def check_source(source: str | Path, pattern: AttentionPattern | str | Path | No
                     yield name, part
 
     return CheckedSource(
-        without_quantization(hf),
+        {key: value for key, value in without_quantization(hf).items() if key != _CODE},
         chosen,
         companions,
         notes,

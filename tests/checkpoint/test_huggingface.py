@@ -169,6 +169,12 @@ def test_an_import_keeps_config_pattern_and_tokenizer(source, destination):
     assert [file.name for file in destination.parent.iterdir()] == ["checkpoint"]
 
 
+def test_what_names_code_that_is_not_copied_is_left_out(source, destination):
+    change_json(source / "config.json", auto_map={"AutoModelForCausalLM": "modeling_qwen2.Qwen2ForCausalLM"})
+    import_model(source, destination)
+    assert "auto_map" not in (destination / "config.json").read_text()
+
+
 def test_redundant_tensors_are_left_out(source, destination):
     head, buffer = TENSORS["model.embed_tokens.weight"], np.zeros(3, np.float32)
     more = {"lm_head.weight": head, "model.layers.2.self_attn.rotary_emb.inv_freq": buffer}
