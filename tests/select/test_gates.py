@@ -113,14 +113,19 @@ def test_the_noise_is_drawn_by_the_seed():
 
 
 def test_what_fills_up_a_batch_does_not_count():
-    """Of three examples in batches of four a filler is the last one again; in batches of two it would weigh as two."""
-    model = Decoder(dataclasses.replace(SOFTMAX, num_hidden_layers=1), WINDOWED_ONE, rngs=nnx.Rngs(0))
-    asked = examples(61)
-    options = {"full_share": 0.5, "steps": 1}
-    whole, filled = (gate_logits(model, asked, Window(4), batch_size=size, **options) for size in (3, 4))
-    np.testing.assert_allclose(filled, whole, rtol=0, atol=1e-5)
-    batches = answer_batches(asked, 2, Window(4))
-    assert [gates_module.real_rows(*one).tolist() for one in batches] == [[1, 1], [1, 0]]
+    """Of five examples in batches of three, the last of two is there twice."""
+    model = Decoder(SOFTMAX, WINDOWED, rngs=nnx.Rngs(0))
+    asked = examples(61, 5)
+    (_, (index, filled)), ((_, alone),) = (
+        list(answer_batches(some, size, Window(4))) for some, size in ((asked, 3), (asked[3:], 2))
+    )
+    assert index.tolist() == [3, 4]
+    logits, key, (graph, weights) = jnp.zeros((4, 2)), jax.random.key(0), nnx.split(model)
+    got, expected = (
+        gates_module._gradient(logits, graph, weights, batch, counts, jnp.array(0.5), jnp.array(0.0), key)[0]
+        for batch, counts in ((filled, gates_module.real_rows(index, filled)), (alone, jnp.ones(2)))
+    )
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
 WINDOWED_ONE = AttentionPattern((WINDOW,), 4)
