@@ -108,9 +108,11 @@ def read_scores(file: Path, measure: Measure) -> tuple[Scores, dict[str, Any]]:
     """Scores by method and ratio, and the rows of `--pattern full` and the like, by name."""
     rows = latest_rows(file)
     scores: dict[tuple[str, float], dict[int, np.ndarray]] = {}
-    for row in (row for row in rows if "ratio" in row):
-        scores.setdefault((row["name"], row["ratio"]), {})[row["seed"]] = np.array(row[measure.field])
-    return scores, {row["name"]: row for row in rows if "ratio" not in row}
+    plain = {row["name"]: row for row in rows if "ratio" not in row}
+    for row in rows:
+        if "ratio" in row:
+            scores.setdefault((row["name"], row["ratio"]), {})[row["seed"]] = np.array(row[measure.field])
+    return scores, plain
 
 
 def read_models(folders: Sequence[Path], measure: Measure) -> tuple[Scores, dict[str, list[float]]]:

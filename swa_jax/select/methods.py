@@ -389,7 +389,7 @@ def check_model(method: str, config: ModelConfig) -> None:
             f"such models: {known}"
         )
     if row.chooses == "KV heads":
-        _ = config.common_kv_heads
+        _ = config.common_kv_heads  # raises where layers differ
 
 
 # ---- choosing ----
