@@ -82,7 +82,7 @@ ADDED = {
         "pattern=window",
     ],
     # Its model is one that `make models` fetches.
-    "swa-jax train configs/swiattn/cpt-smollm2.yaml": ["init_from=recall", "tokenizer=swa_jax/recall"],
+    "swa-jax train configs/swiattn/cpt-smollm2.yaml": ["init_from=recall", "tokenizer=recall"],
     "swa-jax compile configs/swiattn/cpt-32k.yaml": ["init_from=null", "model=@configs/models/swiattn-1.5b.yaml"],
     "swa-jax compile": [
         "model.num_hidden_layers=1",
