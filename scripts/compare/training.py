@@ -28,8 +28,7 @@ from swa_jax.base.estimates import t_95
 from swa_jax.base.files import sum_of_json
 from swa_jax.base.settings import load_config, to_dict
 from swa_jax.checkpoint.folder import load_model, weights_sum
-from swa_jax.checkpoint.named import model_folder
-from swa_jax.data.tokenizer import load_tokenizer
+from swa_jax.checkpoint.named import load_tokenizer, model_folder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.train.loop import TrainConfig, train
 

@@ -98,7 +98,7 @@ def _folder(path: Path, length: int, as_json: bool) -> tuple[Tokenizer, Tables]:
 
 def _stages(path: Path, overrides: list[str]) -> tuple[Tokenizer, Tables]:
     """What the stages of a training read, with the seeds that `train` gives them: their first rows are its first."""
-    from swa_jax.data.tokenizer import load_tokenizer
+    from swa_jax.checkpoint.named import load_tokenizer
     from swa_jax.train.config import TrainConfig
 
     config = load_config(TrainConfig, path, overrides)

@@ -20,10 +20,10 @@ from swa_jax.base.errors import ConfigError
 from swa_jax.base.settings import from_dict, load_config, to_dict
 from swa_jax.checkpoint.families.pattern_files import load_pattern
 from swa_jax.checkpoint.folder import load_model, save_model
+from swa_jax.checkpoint.named import load_tokenizer
 from swa_jax.data.chains import VOCAB_SIZE
 from swa_jax.data.sources import SourceConfig
 from swa_jax.data.tokenize import tokenize
-from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
@@ -240,7 +240,7 @@ def test_committed_configurations_can_be_used(file):
     if config.model is not None:
         # That of the chains is learned when it is first needed.
         learned = file.name == "chains.yaml"
-        vocab = VOCAB_SIZE if learned else load_tokenizer(ROOT / config.tokenizer).vocab_size
+        vocab = VOCAB_SIZE if learned else load_tokenizer(config.tokenizer).vocab_size
         assert vocab <= config.model.vocab_size
         for stage in config.stages:
             for name in stage.patterns or (config.attention,):
