@@ -458,34 +458,3 @@ def test_wrong_options_are_one_sentence(tmp_path):
         (["--search", "xla_options.xla_no_such=1"], "'xla_options.xla_no_such' = 1 cannot be used"),
     ):
         assert words in fails("compile", file, "--topology", "v5e:2x2", *arguments)
-
-
-@pytest.mark.long
-def test_estimates_rank_small_steps_as_the_compiler_does():
-    """Whatever the compiler tells apart by a quarter or more, in time or in memory, the formulas order alike."""
-    pytest.importorskip("libtpu")
-    from swa_jax.plan.plan import plan
-
-    config = config_of(rows=16)
-    work = work_of(config, 4)
-    tried = [
-        RunChanges(1, 4, 1, 1, "layer", 1),
-        RunChanges(1, 4, 1, 1, "none", 1),
-        RunChanges(1, 2, 2, 1, "attention", 2),
-        RunChanges(2, 1, 1, 2, "attention", 1),
-    ]
-    guesses = [estimate(work, settings) for settings in tried]
-    reports = [plan(settings.apply(config, 0), "v5e:2x2") for settings in tried]
-    compared = 0
-    for i, j in itertools.permutations(range(len(tried)), 2):
-        seconds, sizes = (
-            [reports[k]["time"]["seconds"] for k in (i, j)],
-            [reports[k]["memory"]["total"] for k in (i, j)],
-        )
-        if seconds[0] > 1.25 * seconds[1]:
-            compared += 1
-            assert guesses[i].seconds > guesses[j].seconds, (tried[i], tried[j])
-        if sizes[0] > 1.25 * sizes[1]:
-            compared += 1
-            assert guesses[i].bytes > guesses[j].bytes, (tried[i], tried[j])
-    assert compared >= 8
