@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from python_process import python
 from timing import wait_until
 from tiny_models import BYTES
 from training_runs import losses
@@ -152,9 +153,7 @@ def test_a_terminated_run_goes_on_from_its_last_step_and_past_a_damaged_checkpoi
 )
 def test_a_sample_of_the_torture(tmp_path, options):
     figures = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "scripts.torture", *options, "--json", str(figures)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+    python("-m", "scripts.torture", *options, "--json", figures, timeout=600)
     written = json.loads(figures.read_text())
     if options[0] == "training":
         assert sum(n for name, n in written.items() if name.startswith("SIG")) == 6

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from python_process import on_eight_devices
 
 import swa_jax.train.run_checkpoints
 from swa_jax.base.errors import CheckpointError
@@ -292,13 +293,4 @@ print("equal")
 
 
 def test_restoring_onto_other_meshes_is_bit_equal(tmp_path):
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", _MESHES, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment,
-        timeout=120,
-    )
-    assert done.stdout == "equal\n", done.stderr
+    assert on_eight_devices("-c", _MESHES, tmp_path, timeout=120) == "equal\n"
