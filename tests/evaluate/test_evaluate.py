@@ -175,25 +175,6 @@ def test_start_tokens_stand_before_every_pass_and_are_not_scored(model, length, 
     assert got.nll.mean == pytest.approx(got.token_nll.mean(), rel=1e-6)
 
 
-def test_passes_that_slide_begin_with_the_start_token_too(model):
-    text = np.random.default_rng(2).integers(0, VOCABULARY, 61).tolist()
-    got = perplexity(model, text, context=24, start=[3], stride=8, batch_size=4).token_nll
-    want = [token_nll(model, [3, *text[:24]])]
-    want += [token_nll(model, [3, *text[end - 24 : end]])[-8:] for end in range(32, 61, 8)]
-    want.append(token_nll(model, [3, *text[40:]])[-5:])
-    np.testing.assert_allclose(got, np.concatenate(want), rtol=1e-4, atol=1e-5)
-
-
-def test_sliding_perplexity_gives_each_token_at_least_the_overlap(model):
-    text = np.random.default_rng(2).integers(0, VOCABULARY, 61).tolist()
-    got = perplexity(model, text, context=24, stride=8, batch_size=4).token_nll
-    want = [token_nll(model, text[:25])]
-    for end in range(33, 58, 8):
-        want.append(token_nll(model, text[end - 25 : end])[-8:])
-    want.append(token_nll(model, text[40:61])[-4:])
-    np.testing.assert_allclose(got, np.concatenate(want), rtol=1e-4, atol=1e-5)
-
-
 def test_evaluation_window_is_the_patterns(model):
     text = np.random.default_rng(3).integers(0, VOCABULARY, 40).tolist()
     full = perplexity(model, text, context=24).token_nll[:24]
@@ -205,10 +186,6 @@ def test_evaluation_window_is_the_patterns(model):
 def test_perplexity_refuses_what_it_cannot_score(model):
     with pytest.raises(ValueError, match="at least 2 ids"):
         perplexity(model, [1], context=8)
-    with pytest.raises(ValueError, match="stride must be between 1 and 8, what a pass scores, got 9"):
-        perplexity(model, [1, 2, 3], context=8, stride=9)
-    with pytest.raises(ValueError, match="stride must be between 1 and 7"):
-        perplexity(model, [1, 2, 3], context=8, start=[4, 5], stride=8)
     with pytest.raises(ValueError, match=r"context is 1 tokens, all of which are start tokens.*at least 2"):
         perplexity(model, [1, 2, 3], context=1, start=[4, 5])
 
