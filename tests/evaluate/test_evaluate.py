@@ -12,6 +12,7 @@ from flax import nnx
 from tiny_models import WIDER
 
 from pallas_kernels.math.spec import NEVER
+from swa_jax.base.errors import ConfigError
 from swa_jax.base.estimates import bootstrap
 from swa_jax.evaluate import (
     Example,
@@ -184,9 +185,9 @@ def test_evaluation_window_is_the_patterns(model):
 
 
 def test_perplexity_refuses_what_it_cannot_score(model):
-    with pytest.raises(ValueError, match="at least 2 ids"):
+    with pytest.raises(ConfigError, match="at least 2 ids"):
         perplexity(model, [1], context=8)
-    with pytest.raises(ValueError, match=r"context is 1 tokens, all of which are start tokens.*at least 2"):
+    with pytest.raises(ConfigError, match=r"context is 1 tokens, all of which are start tokens.*at least 2"):
         perplexity(model, [1, 2, 3], context=1, start=[4, 5])
 
 
