@@ -8,6 +8,14 @@ from flax import nnx
 
 import swa_jax.train.loop
 
+TEXT = "One of the special magic numbers for brave-otter is: 4821673.\n" * 40
+
+
+def text_in(folder):
+    """The data of a stage: a text, which is written into the folder."""
+    (folder / "text.txt").write_text(TEXT)
+    return [{"files": [f"{folder}/text.txt"]}]
+
 
 def read_metrics(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

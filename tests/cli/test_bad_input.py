@@ -1,5 +1,6 @@
 """Bad input on the command line: one sentence that names what is wrong, status 2, and nothing written or lost."""
 
+import dataclasses
 import json
 import os
 import re
@@ -14,31 +15,21 @@ import pytest
 import yaml
 from command_line import fails, run
 from flax import nnx
-from tiny_models import make
+from tiny_models import BYTES, make
 
 import swa_jax.train.loop
 import swa_jax.train.records
 from swa_jax.base.errors import ConfigError
-from swa_jax.base.settings import from_dict, load_config
+from swa_jax.base.settings import load_config, to_dict
 from swa_jax.checkpoint.folder import save_model
 from swa_jax.cli.options import check_window
 from swa_jax.data.tokenizer import Tokenizer, check_same_tokens, load_tokenizer, train_byte_bpe
-from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.sharding import AXES, mesh_shape
 from swa_jax.train.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
-MODEL = {
-    "model_type": "qwen3",
-    "vocab_size": 260,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-}
+MODEL = dataclasses.replace(BYTES, vocab_size=260, num_hidden_layers=1)
 TEXT = "the quick brown fox jumps over a lazy dog. " * 40
 
 
@@ -50,7 +41,7 @@ def file(tmp_path, byte_tokenizer):
     config = {
         "output": str(tmp_path / "run"),
         "tokenizer": str(byte_tokenizer),
-        "model": MODEL,
+        "model": to_dict(MODEL),
         "stages": [{"steps": 2, "sequence_length": 16, "batch_size": 6, "data": data}],
     }
     return _write(tmp_path / "config.yaml", config)
@@ -315,8 +306,7 @@ def test_shards_of_tokens_that_are_empty_missing_or_cut(file, tmp_path, byte_tok
 
 @pytest.fixture
 def checkpoint(tmp_path, byte_tokenizer):
-    config = from_dict(ModelConfig, MODEL)
-    model = Decoder(config, make("w", sliding_window=8), rngs=nnx.Rngs(0))
+    model = Decoder(MODEL, make("w", sliding_window=8), rngs=nnx.Rngs(0))
     return save_model(model, tmp_path / "checkpoint", tokenizer_from=byte_tokenizer.parent)
 
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from command_line import fails, run
 from flax import nnx
-from training_runs import Interruption, interrupt_at, losses, read_metrics
+from training_runs import Interruption, interrupt_at, losses, read_metrics, text_in
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.families import hf_config, hf_pattern, model_config
@@ -41,7 +41,6 @@ FAMILIES = {
     "gpt_oss": {},
     "mellum": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
 }
-TEXT = "One of the special magic numbers for brave-otter is: 4821673.\n" * 40
 
 
 @pytest.fixture
@@ -65,7 +64,6 @@ def source(tmp_path, byte_tokenizer):
 
 @pytest.fixture
 def settings(tmp_path, byte_tokenizer):
-    (tmp_path / "text.txt").write_text(TEXT)
     return {
         "output": str(tmp_path / "run"),
         "tokenizer": str(byte_tokenizer),
@@ -73,9 +71,7 @@ def settings(tmp_path, byte_tokenizer):
         "checkpoint_every": 3,
         "router_aux_loss_coef": 0.01,
         "optimizer": {"learning_rate": 0.005, "warmup_steps": 2},
-        "stages": [
-            {"steps": 12, "sequence_length": 32, "batch_size": 4, "data": [{"files": [f"{tmp_path}/text.txt"]}]}
-        ],
+        "stages": [{"steps": 12, "sequence_length": 32, "batch_size": 4, "data": text_in(tmp_path)}],
     }
 
 

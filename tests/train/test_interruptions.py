@@ -15,7 +15,7 @@ import pytest
 from python_process import python
 from timing import wait_until
 from tiny_models import BYTES
-from training_runs import losses
+from training_runs import losses, text_in
 
 import swa_jax.train.loop
 import swa_jax.train.preemption
@@ -112,9 +112,7 @@ def test_no_metadata_server_is_no_notice(monkeypatch):
 def test_a_terminated_run_goes_on_from_its_last_step_and_past_a_damaged_checkpoint(
     byte_tokenizer, tmp_path, monkeypatch, caplog
 ):
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over a lazy dog " * 40)
-    stage = {"steps": 10, "sequence_length": 16, "batch_size": 2, "data": [{"files": [str(text)]}]}
+    stage = {"steps": 10, "sequence_length": 16, "batch_size": 2, "data": text_in(tmp_path)}
     settings = {"tokenizer": str(byte_tokenizer), "model": to_dict(BYTES), "stages": [stage], "checkpoint_every": 4}
 
     def run(name):

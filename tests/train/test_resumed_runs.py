@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 from tiny_models import BYTES
-from training_runs import Interruption, interrupt_at
+from training_runs import Interruption, interrupt_at, text_in
 
 import swa_jax.train.loop
 import swa_jax.train.run_checkpoints
@@ -18,8 +18,6 @@ from swa_jax.train.loop import TrainConfig, train
 
 @pytest.fixture
 def settings(tmp_path, byte_tokenizer):
-    (tmp_path / "text.txt").write_text("One of the special magic numbers for brave-otter is: 4821673.\n" * 40)
-    data = [{"files": [f"{tmp_path}/text.txt"]}]
     return {
         "output": str(tmp_path / "run"),
         "tokenizer": str(byte_tokenizer),
@@ -28,7 +26,7 @@ def settings(tmp_path, byte_tokenizer):
         "sliding_window": 8,
         "checkpoint_every": 1,
         "optimizer": {"schedule": "constant"},
-        "stages": [{"steps": 3, "sequence_length": 16, "batch_size": 4, "data": data}],
+        "stages": [{"steps": 3, "sequence_length": 16, "batch_size": 4, "data": text_in(tmp_path)}],
     }
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 from flax import nnx
-from training_runs import Interruption, assert_same_weights, interrupt_at, losses, read_metrics
+from training_runs import TEXT, Interruption, assert_same_weights, interrupt_at, losses, read_metrics, text_in
 
 import swa_jax.train.loop
 from swa_jax.base.errors import ConfigError
@@ -42,14 +42,12 @@ MODEL = {
     "qk_norm": True,
     "tie_word_embeddings": True,
 }
-TEXT = "One of the special magic numbers for brave-otter is: 4821673.\n" * 40
 
 
 @pytest.fixture
 def settings(tmp_path, byte_tokenizer):
-    (tmp_path / "text.txt").write_text(TEXT)
     (tmp_path / "more.txt").write_text(TEXT[::-1])
-    data = [{"files": [f"{tmp_path}/text.txt"]}, {"files": [f"{tmp_path}/more.txt"], "weight": 0.5}]
+    data = [*text_in(tmp_path), {"files": [f"{tmp_path}/more.txt"], "weight": 0.5}]
     shape = {"sequence_length": 32, "batch_size": 4, "data": data}
     return {
         "output": str(tmp_path / "run"),
