@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+EIGHT_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
 
 
 def python(*arguments: object, cwd: Path = ROOT, timeout: float | None = None, **variables: str) -> str:
@@ -14,9 +15,3 @@ def python(*arguments: object, cwd: Path = ROOT, timeout: float | None = None, *
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return done.stdout
-
-
-def on_eight_devices(*arguments: object, **options) -> str:
-    """The same with eight devices that are a part of the CPU each."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    return python(*arguments, XLA_FLAGS=flags, JAX_PLATFORMS="cpu", **options)

@@ -213,7 +213,7 @@ def score_batch(
 ) -> tuple[jax.Array, jax.Array]:
     """Mean NLL of the labels of each row [B] f32, and whether those of its value are all the likeliest [B] bool."""
     model: Decoder = nnx.merge(graph, weights)
-    hidden, _ = model.features(
+    hidden, *_ = model.features(
         batch.tokens, segment_ids=batch.segment_ids, full_from=batch.full_from, data=data, partition=partition
     )
     hidden = jnp.take_along_axis(hidden, batch.queries[:, :, None], axis=1)  # [B, A, d]
@@ -316,7 +316,7 @@ def _passes(text: np.ndarray, start: Sequence[int], most: int) -> tuple[np.ndarr
 @functools.partial(jax.jit, static_argnames="graph")
 def _text_nll(graph: Any, state: nnx.State, tokens: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
     model: Decoder = nnx.merge(graph, state)
-    hidden, _ = model.features(tokens)
+    hidden, *_ = model.features(tokens)
     return model.token_loss(hidden, labels, weights).nll
 
 

@@ -95,7 +95,7 @@ class Planted:
 @functools.partial(jax.jit, static_argnums=0)
 def forward(graph, weights, data, tokens, segments, positions):
     model = nnx.merge(graph, weights)
-    hidden, _ = model.features(tokens, segment_ids=segments, positions=positions, data=data)
+    hidden, *_ = model.features(tokens, segment_ids=segments, positions=positions, data=data)
     return jax.nn.log_softmax(model.logits(hidden))
 
 

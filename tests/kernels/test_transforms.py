@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from python_process import on_eight_devices
+from python_process import EIGHT_DEVICES, python
 
 from pallas_kernels import AttentionSpec, attention, decode_attention, routed_attention
 
@@ -132,10 +132,10 @@ def test_the_spec_is_a_static_argument_and_everything_else_may_be_traced(impleme
     ],
 )
 def test_shard_map(name):
-    on_eight_devices("-W", "error", "-m", "tests.kernels.sharded", name)
+    python("-W", "error", "-m", "tests.kernels.sharded", name, **EIGHT_DEVICES)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["tpu", "xla", "triton"])
 def test_decoding_in_shard_map(name):
-    on_eight_devices("-W", "error", "-m", "tests.kernels.sharded_decode", name)
+    python("-W", "error", "-m", "tests.kernels.sharded_decode", name, **EIGHT_DEVICES)

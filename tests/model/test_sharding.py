@@ -1,6 +1,7 @@
 """Meshes and rules: what fits, what does not, and that every mesh computes what one device does."""
 
 import dataclasses
+import os
 
 import jax
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
-from python_process import on_eight_devices
+from python_process import EIGHT_DEVICES, python
 from tiny_models import WIDER
 
 from swa_jax.base.errors import ConfigError
@@ -28,6 +29,7 @@ from swa_jax.train.loop import random_model
 from swa_jax.train.optimizer import OptimizerConfig, make_optimizer
 from swa_jax.train.step import init_state
 
+QUICK = EIGHT_DEVICES | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {EIGHT_DEVICES['XLA_FLAGS']}"}
 MODEL = dataclasses.replace(WIDER, vocab_size=60, num_hidden_layers=2)
 
 
@@ -49,13 +51,13 @@ def abstract_partition(**sizes: int) -> Partition:
     ],
 )
 def test_every_mesh_computes_what_one_device_does(what):
-    on_eight_devices("-m", "tests.on_mesh", what)
+    python("-m", "tests.on_mesh", what, **QUICK)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["every-kind", "head-hybrid", "every-kind+fa-decode", "swat-every-kind"])
 def test_every_mesh_generates_what_one_device_does(name):
-    on_eight_devices("-m", "tests.generation_on_mesh", name)
+    python("-m", "tests.generation_on_mesh", name, **QUICK)
 
 
 def test_one_axis_takes_the_devices_that_remain():

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from python_process import on_eight_devices
+from python_process import EIGHT_DEVICES, python
 
 import swa_jax.train.run_checkpoints
 from swa_jax.base.errors import CheckpointError
@@ -293,4 +293,4 @@ print("equal")
 
 
 def test_restoring_onto_other_meshes_is_bit_equal(tmp_path):
-    assert on_eight_devices("-c", _MESHES, tmp_path, timeout=120) == "equal\n"
+    assert python("-c", _MESHES, tmp_path, timeout=120, **EIGHT_DEVICES) == "equal\n"
