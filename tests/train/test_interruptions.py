@@ -1,6 +1,5 @@
 """Notices of preemption: SIGTERM, the metadata server, several processes; and training runs that are interrupted."""
 
-import http.server
 import json
 import os
 import signal
@@ -16,6 +15,7 @@ from python_process import python
 from timing import wait_until
 from tiny_models import BYTES
 from training_runs import losses, text_in
+from web_server import Requests, web_server
 
 import swa_jax.train.loop
 import swa_jax.train.preemption
@@ -63,25 +63,15 @@ def test_the_status_is_that_of_a_terminated_process():
 def metadata_server():
     values = {"preempted": "FALSE", "maintenance-event": "NONE"}
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Metadata(Requests):
         def do_GET(self):
             assert self.headers["Metadata-Flavor"] == "Google"
             asked.append(self.path)
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(values[self.path.rsplit("/", 1)[1]].encode())
-
-        def log_message(self, *_):
-            pass
+            self.say(values[self.path.rsplit("/", 1)[1]].encode())
 
     asked = []
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/instance", values, asked
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with web_server(Metadata) as url:
+        yield f"{url}/instance", values, asked
 
 
 @pytest.mark.parametrize("notice", [("preempted", "TRUE"), ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE")])
