@@ -1,9 +1,11 @@
 """Small training runs: what they logged, and how to interrupt them."""
 
+import contextlib
 import json
 
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 
 import swa_jax.train.loop
@@ -35,9 +37,15 @@ class Interruption(Exception):
     pass
 
 
-def interrupt_at(monkeypatch, step):
+@contextlib.contextmanager
+def interrupted_at(step):
+    """The run inside ends when the metrics of a step are known."""
+
     def look(line, config):
         if line["step"] == step:
             raise Interruption
 
-    monkeypatch.setattr(swa_jax.train.loop, "_stop_on_nan", look)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(swa_jax.train.loop, "_stop_on_nan", look)
+        with pytest.raises(Interruption):
+            yield

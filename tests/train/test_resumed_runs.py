@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 from tiny_models import BYTES
-from training_runs import Interruption, interrupt_at, text_in
+from training_runs import interrupted_at, text_in
 
 import swa_jax.train.loop
 import swa_jax.train.run_checkpoints
@@ -30,13 +30,6 @@ def settings(tmp_path, byte_tokenizer):
     }
 
 
-def interrupted(settings, monkeypatch, step=2):
-    with monkeypatch.context() as patched:
-        interrupt_at(patched, step)
-        with pytest.raises(Interruption):
-            train(from_dict(TrainConfig, settings), quiet=True)
-
-
 def test_weights_and_moments_are_held_once(settings, monkeypatch):
     before, held = sum(x.nbytes for x in jax.live_arrays()), []
 
@@ -47,7 +40,8 @@ def test_weights_and_moments_are_held_once(settings, monkeypatch):
 
         return noted
 
-    interrupted(settings, monkeypatch)
+    with interrupted_at(2):
+        train(from_dict(TrainConfig, settings), quiet=True)
     monkeypatch.setattr(swa_jax.train.run_checkpoints, "load_state", note(swa_jax.train.run_checkpoints.load_state))
     monkeypatch.setattr(swa_jax.train.loop, "place_batch", note(swa_jax.train.loop.place_batch))
     train(from_dict(TrainConfig, settings), quiet=True)
@@ -58,12 +52,13 @@ def test_weights_and_moments_are_held_once(settings, monkeypatch):
     assert max(steps) < 1.1 * once
 
 
-def test_an_edited_pattern_file_is_noticed(settings, tmp_path, monkeypatch):
+def test_an_edited_pattern_file_is_noticed(settings, tmp_path):
     file = tmp_path / "chosen.json"
     settings |= {"pattern": str(file), "sliding_window": None}
     first = AttentionPattern.from_recipe("layers:0", 2, sliding_window=8)
     first.to_json(file)
-    interrupted(settings, monkeypatch)
+    with interrupted_at(2):
+        train(from_dict(TrainConfig, settings), quiet=True)
     AttentionPattern.from_recipe("layers:1", 2, sliding_window=8).to_json(file)
     with pytest.raises(ConfigError, match=r"the attention patterns are not those that the run in .* began with"):
         train(from_dict(TrainConfig, settings), quiet=True)
