@@ -27,6 +27,7 @@ EQUIVALENT = "equivalent"
 class Drawn(Fault):
     """A slip at one place: `old`, at `start` in the file's text."""
 
+    kind: str = ""  # of `slips`
     line: int = 0
     start: int = 0
     code: str = ""  # the lines that hold `old`
@@ -80,7 +81,7 @@ def at(file: str, text: str, slip: Slip) -> Drawn:
     end = text.find("\n", slip.start + len(slip.old))
     code = text[begin : end if end >= 0 else len(text)]
     name = f"{file}:{slip.line} {slip.kind}: {slip.old!r} -> {slip.new!r}"
-    return Drawn(name, slip.kind, file, slip.old, slip.new, line=slip.line, start=slip.start, code=code)
+    return Drawn(name, file, slip.old, slip.new, kind=slip.kind, line=slip.line, start=slip.start, code=code)
 
 
 def found_again(row: dict[str, Any]) -> Drawn | None:

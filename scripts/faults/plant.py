@@ -70,7 +70,7 @@ def main(given: argparse.Namespace) -> int:
     keys = {key_of(fault): fault for fault in chosen(faults, given.only)}  # now, as the copy is made now
     if given.list:
         for fault in keys.values():
-            print(f"{fault.name} ({fault.kind}) in {fault.file}: {', '.join((*fault.tests, *fault.room))}")
+            print(f"{fault.name} in {fault.file}: {', '.join((*fault.tests, *fault.room))}")
         return 0
     store = Store(given.out or ROOT / "runs" / "faults.jsonl", "results of faults")
     to_try = {fault: key for key, fault in keys.items() if key not in store.records}

@@ -29,7 +29,6 @@ class Fault:
     """
 
     name: str
-    kind: str
     file: str
     old: str
     new: str
