@@ -1,6 +1,5 @@
 """Small training runs: what they logged, and how to interrupt them."""
 
-import contextlib
 import json
 
 import jax
@@ -37,9 +36,8 @@ class Interruption(Exception):
     pass
 
 
-@contextlib.contextmanager
-def interrupted_at(step):
-    """The run inside ends when the metrics of a step are known."""
+def interrupted(step, train, *arguments, **options):
+    """Train until the metrics of a step are known."""
 
     def look(line, config):
         if line["step"] == step:
@@ -48,4 +46,4 @@ def interrupted_at(step):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(swa_jax.train.loop, "_stop_on_nan", look)
         with pytest.raises(Interruption):
-            yield
+            train(*arguments, **options)

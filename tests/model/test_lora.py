@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 from tiny_models import PATTERNS, PLAIN, logits_of, model_of
-from training_runs import assert_same_weights, interrupted_at, losses
+from training_runs import assert_same_weights, interrupted, losses
 
 import swa_jax.train.loop
 from swa_jax.base.errors import ConfigError
@@ -245,8 +245,7 @@ def test_a_run_learns_resumes_to_the_bit_and_writes_model_and_adapter(settings, 
     assert np.mean(expected[-2:]) < 0.8 * expected[0]
 
     again = settings | {"output": str(tmp_path / "again")}
-    with interrupted_at(5):
-        train(from_dict(TrainConfig, again), quiet=True)
+    interrupted(5, train, from_dict(TrainConfig, again), quiet=True)
     resumed = train(from_dict(TrainConfig, again), quiet=True)
     assert losses(tmp_path / "again") == expected
     trained, base = load_model(model), load_model(recall, dtype=jnp.float32)

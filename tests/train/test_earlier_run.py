@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_models import BYTES
-from training_runs import assert_same_weights, interrupted_at, read_metrics
+from training_runs import assert_same_weights, interrupted, read_metrics
 
 from swa_jax.base.errors import CheckpointError, ConfigError
 from swa_jax.base.settings import from_dict, to_dict
@@ -139,8 +139,7 @@ def test_an_interruption_changes_nothing_even_when_the_earlier_run_is_gone(runs)
     folder, after = runs
     shutil.copytree(folder / "first", folder / "copy")
     after = after | {"init_from": str(folder / "copy" / "model"), "output": str(folder / "resumed")}
-    with interrupted_at(5):
-        train(from_dict(TrainConfig, after), quiet=True)
+    interrupted(5, train, from_dict(TrainConfig, after), quiet=True)
     shutil.rmtree(folder / "copy" / "checkpoints")
     train(from_dict(TrainConfig, after), quiet=True)
     assert metrics(folder / "resumed") == metrics(folder / "whole")[FIRST:]

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from command_line import fails, run
 from flax import nnx
-from training_runs import interrupted_at, losses, read_metrics, text_in
+from training_runs import interrupted, losses, read_metrics, text_in
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.families import hf_config, hf_pattern, model_config
@@ -103,8 +103,7 @@ def test_from_import_to_a_resumed_run(family, source, settings, tmp_path):
     assert np.mean(expected[-2:]) < expected[0] - 0.5
     assert all(0.5 < line["load_balancing_loss"] < 4 for line in read_metrics(tmp_path / "run"))
     again = settings | {"output": str(tmp_path / "again")}
-    with interrupted_at(8):
-        train(tmp_path, again)
+    interrupted(8, train, tmp_path, again)
     train(tmp_path, again)
     assert losses(tmp_path / "again") == expected
     first, second = (load_model(tmp_path / name / "model") for name in ("run", "again"))

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 from tiny_models import BYTES
-from training_runs import interrupted_at, text_in
+from training_runs import interrupted, text_in
 
 import swa_jax.train.loop
 import swa_jax.train.run_checkpoints
@@ -40,8 +40,7 @@ def test_weights_and_moments_are_held_once(settings, monkeypatch):
 
         return noted
 
-    with interrupted_at(2):
-        train(from_dict(TrainConfig, settings), quiet=True)
+    interrupted(2, train, from_dict(TrainConfig, settings), quiet=True)
     monkeypatch.setattr(swa_jax.train.run_checkpoints, "load_state", note(swa_jax.train.run_checkpoints.load_state))
     monkeypatch.setattr(swa_jax.train.loop, "place_batch", note(swa_jax.train.loop.place_batch))
     train(from_dict(TrainConfig, settings), quiet=True)
@@ -57,8 +56,7 @@ def test_an_edited_pattern_file_is_noticed(settings, tmp_path):
     settings |= {"pattern": str(file), "sliding_window": None}
     first = AttentionPattern.from_recipe("layers:0", 2, sliding_window=8)
     first.to_json(file)
-    with interrupted_at(2):
-        train(from_dict(TrainConfig, settings), quiet=True)
+    interrupted(2, train, from_dict(TrainConfig, settings), quiet=True)
     AttentionPattern.from_recipe("layers:1", 2, sliding_window=8).to_json(file)
     with pytest.raises(ConfigError, match=r"the attention patterns are not those that the run in .* began with"):
         train(from_dict(TrainConfig, settings), quiet=True)

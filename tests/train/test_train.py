@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 from flax import nnx
-from training_runs import TEXT, Interruption, assert_same_weights, interrupted_at, losses, read_metrics, text_in
+from training_runs import TEXT, Interruption, assert_same_weights, interrupted, losses, read_metrics, text_in
 
 import swa_jax.train.loop
 from swa_jax.base.errors import ConfigError
@@ -83,8 +83,7 @@ def test_loss_falls_and_an_interrupted_run_is_bit_identical(settings, tmp_path):
 
     again = settings | {"output": str(tmp_path / "again")}
     for step in (6, 17):  # inside the first stage and the second, off the checkpoints
-        with interrupted_at(step):
-            train(config_of(again), quiet=True)
+        interrupted(step, train, config_of(again), quiet=True)
     resumed = train(config_of(again), quiet=True)
     assert losses(tmp_path / "again") == expected
     assert_same_weights(load_model(model), load_model(resumed))
@@ -174,8 +173,7 @@ def test_the_data_of_every_stage_is_opened_before_the_first_step(settings, tmp_p
 def test_a_run_without_its_config_goes_on_under_its_own_settings_only(settings, tmp_path):
     stage = [settings["stages"][0] | {"steps": 6}]
     config = config_of(settings, stages=stage)
-    with interrupted_at(5):
-        train(config, quiet=True)
+    interrupted(5, train, config, quiet=True)
     run = tmp_path / "run"
     written = (run / "config.yaml").read_text()
     (run / "config.yaml").unlink()
@@ -404,8 +402,7 @@ def test_the_held_out_loss_before_the_first_step_is_the_models_own_and_comes_onc
         if step is None:
             train(config)
         else:
-            with interrupted_at(step):
-                train(config)
+            interrupted(step, train, config)
         shown = capsys.readouterr().err
         assert shown.count("step 0/3  validation loss ") == said
         if step == 3:
