@@ -40,24 +40,6 @@ class AnswerScores(NamedTuple):
     right: np.ndarray  # [N] bool: every token of the value (`Example.value`) is the likeliest one
 
 
-def answer_nll(
-    model: Decoder, examples: Sequence[Example], *, batch_size: int = 8, full_attention_decode: bool | None = None
-) -> np.ndarray:
-    """Mean negative log-likelihood of each example's answer tokens given its prompt: [N] float64, nats a token.
-
-    Prompt and answer go through the model in one pass. Under full-attention decode, the query *at* the first answer
-    token is the first that sees everything. The query before it, which predicts that token, is still a prompt query.
-
-    Args:
-      full_attention_decode: None takes that of the model's pattern.
-
-    Raises:
-      ConfigError: no examples, one whose prompt or answer is empty, or an id that the model does not have.
-    """
-    pattern = model.pattern.with_window(Window(full_decode=full_attention_decode))
-    return score_answers(model, examples, batch_size=batch_size, pattern=pattern).nll
-
-
 def score_answers(
     model: Decoder,
     examples: Sequence[Example],
@@ -68,7 +50,10 @@ def score_answers(
     samples: Samples = NO_SAMPLES,
     advance: Callable[[int], None] = lambda _: None,
 ) -> AnswerScores:
-    """The same as `answer_nll`, and also whether the answer's value is right.
+    """The mean negative log-likelihood of each example's answer tokens given its prompt, and whether it is right.
+
+    Prompt and answer go through the model in one pass. Under full-attention decode, the query *at* the first answer
+    token is the first that sees everything. The query before it, which predicts that token, is still a prompt query.
 
     An answer counts by its value, such as the digits of a number: how a model words the sentence around it says nothing
     of what it has found. What stands before the value in the answer is given.
@@ -79,6 +64,9 @@ def score_answers(
     length, and so do those with per-head layers: the layer map, the heads and the boundary of full-attention decode
     are data. Batches that `samples` knows are not scored again, and the others are kept there. `advance` is called with
     how many more examples are scored.
+
+    Raises:
+      ConfigError: no examples, one whose prompt or answer is empty, or an id that the model does not have.
     """
     for i, example in enumerate(examples):
         model.config.check_tokens([*example.prompt, *example.answer], f"examples[{i}]")
