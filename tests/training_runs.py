@@ -4,9 +4,18 @@ import json
 
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 
 import swa_jax.train.loop
+
+TEXT = "One of the special magic numbers for brave-otter is: 4821673.\n" * 40
+
+
+def text_in(folder):
+    """The data of a stage: a text, which is written into the folder."""
+    (folder / "text.txt").write_text(TEXT)
+    return [{"files": [f"{folder}/text.txt"]}]
 
 
 def read_metrics(run):
@@ -27,9 +36,14 @@ class Interruption(Exception):
     pass
 
 
-def interrupt_at(monkeypatch, step):
+def interrupted(step, train, *arguments, **options):
+    """Train until the metrics of a step are known."""
+
     def look(line, config):
         if line["step"] == step:
             raise Interruption
 
-    monkeypatch.setattr(swa_jax.train.loop, "_stop_on_nan", look)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(swa_jax.train.loop, "_stop_on_nan", look)
+        with pytest.raises(Interruption):
+            train(*arguments, **options)

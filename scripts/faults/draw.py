@@ -27,6 +27,7 @@ EQUIVALENT = "equivalent"
 class Drawn(Fault):
     """A slip at one place: `old`, at `start` in the file's text."""
 
+    kind: str = ""  # of `slips`
     line: int = 0
     start: int = 0
     code: str = ""  # the lines that hold `old`
@@ -36,21 +37,8 @@ class Drawn(Fault):
 
     @property
     def stages(self) -> list[list[str]]:
-        """The two files of tests that are nearest by name, then the others that are near."""
-        near = {str(file.relative_to(ROOT)): self._closeness(file) for file in (ROOT / "tests").rglob("test_*.py")}
-        files = sorted((file for file, points in near.items() if points), key=lambda file: (-near[file], file))
-        return [stage for stage in (files[:2], files[2:]) if stage]
-
-    def _closeness(self, tests: Path) -> int:
-        """How likely a file of tests sees the fault, by names; 0: not at all."""
-        module = Path(self.file).with_suffix("")
-        text = text_of(tests)
-        imported = ".".join(module.parts) in text or f"import {module.name}\n" in text
-        return (
-            any(tests.is_relative_to(ROOT / room) for room in self.room)
-            + 4 * (module.name in tests.stem)
-            + 3 * imported
-        )
+        """The two files of tests that are nearest, then the others that are near."""
+        return [stage for stage in (self.near[:2], self.near[2:]) if stage]
 
 
 def packages_files() -> list[str]:
@@ -80,7 +68,7 @@ def at(file: str, text: str, slip: Slip) -> Drawn:
     end = text.find("\n", slip.start + len(slip.old))
     code = text[begin : end if end >= 0 else len(text)]
     name = f"{file}:{slip.line} {slip.kind}: {slip.old!r} -> {slip.new!r}"
-    return Drawn(name, slip.kind, file, slip.old, slip.new, line=slip.line, start=slip.start, code=code)
+    return Drawn(name, file, slip.old, slip.new, kind=slip.kind, line=slip.line, start=slip.start, code=code)
 
 
 def found_again(row: dict[str, Any]) -> Drawn | None:
@@ -107,11 +95,6 @@ def row_of(fault: Drawn) -> dict[str, Any]:
 def save(file: Path, seed: int, rows: list[dict[str, Any]]) -> None:
     lines = ",\n".join(json.dumps(row) for row in rows)
     write_text(file, f'{{"seed": {seed}, "faults": [\n{lines}\n]}}\n')
-
-
-@functools.cache
-def text_of(file: Path) -> str:
-    return file.read_text()
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import fnmatch
 import functools
+import itertools
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +43,7 @@ def problems(faults: Sequence[Fault]) -> list[str]:
 
 def key_of(fault: Fault) -> str:
     """What a result depends on: the fault, the file as it is, and the tests."""
-    places = [ROOT / test.partition("::")[0] for test in (*fault.tests, *fault.room)]
+    places = [ROOT / test.partition("::")[0] for stage in fault.stages for test in stage]
     files = {file for place in places for file in (place.rglob("*.py") if place.is_dir() else [place])}
     files |= {ROOT / fault.file, *(ROOT / "tests").glob("*.py")}
     sums = {str(file.relative_to(ROOT)): sum_of_source(file) for file in files}
@@ -70,7 +71,7 @@ def main(given: argparse.Namespace) -> int:
     keys = {key_of(fault): fault for fault in chosen(faults, given.only)}  # now, as the copy is made now
     if given.list:
         for fault in keys.values():
-            print(f"{fault.name} ({fault.kind}) in {fault.file}: {', '.join((*fault.tests, *fault.room))}")
+            print(f"{fault.name} in {fault.file}: {', '.join(itertools.chain(*fault.stages))}")
         return 0
     store = Store(given.out or ROOT / "runs" / "faults.jsonl", "results of faults")
     to_try = {fault: key for key, fault in keys.items() if key not in store.records}

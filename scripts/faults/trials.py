@@ -1,6 +1,7 @@
 """A fault, a copy of the code in which it is planted, and the tests that are to notice it."""
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -25,11 +26,11 @@ CAUGHT, MISSED, TIMEOUT = "caught", "NOT CAUGHT", "timeout"
 class Fault:
     """A slip: in `file`, the one place that reads `old` reads `new`.
 
-    `tests` run before those of the file's room. `may_hang`: tests that do not end within the time count as caught.
+    `tests`, or else those that are nearest, run before those of the file's room. `may_hang`: tests that do not end
+    within the time count as caught.
     """
 
     name: str
-    kind: str
     file: str
     old: str
     new: str
@@ -46,12 +47,35 @@ class Fault:
         return tuple(folder for folder in folders if (ROOT / folder).exists())[:1]
 
     @property
+    def near(self) -> list[str]:
+        """The files of tests that may see the fault, by names, the likeliest first."""
+        near = {str(file.relative_to(ROOT)): self._closeness(file) for file in (ROOT / "tests").rglob("test_*.py")}
+        return sorted((file for file, points in near.items() if points), key=lambda file: (-near[file], file))
+
+    def _closeness(self, tests: Path) -> int:
+        """How likely a file of tests sees the fault, by names; 0: not at all."""
+        module = Path(self.file).with_suffix("")
+        text = text_of(tests)
+        imported = ".".join(module.parts) in text or f"import {module.name}\n" in text
+        return (
+            any(tests.is_relative_to(ROOT / room) for room in self.room)
+            + 4 * (module.name in tests.stem)
+            + 3 * imported
+        )
+
+    @property
     def stages(self) -> list[list[str]]:
         """The tests to run, a run of pytest each."""
-        return [stage for stage in (list(self.tests), [t for t in self.room if t not in self.tests]) if stage]
+        first = list(self.tests) or self.near[:2]
+        return [stage for stage in (first, [t for t in self.room if t not in first]) if stage]
 
     def applied(self, text: str) -> str:
         return text.replace(self.old, self.new)
+
+
+@functools.cache
+def text_of(file: Path) -> str:
+    return file.read_text()
 
 
 class Copy:

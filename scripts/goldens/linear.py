@@ -2,7 +2,8 @@
 
 Each folder is one model as `save_pretrained` writes it. `golden.safetensors`: tokens int32 [2, 90], more than one chunk
 of the delta rule; logits f32 [2, 90, 131]; and logits_window, the same weights with a window of 8 in every attention
-layer: their class knows no windows, that mask is made here and given to it. `generation.safetensors`: as in models.py.
+layer: their class knows no windows, that mask is made here and given to it. `generation.safetensors`: tokens int32
+[2, 19] of a left-padded batch, attention_mask (0 = padding), and new_tokens int32 [2, 32], the greedy continuation.
 """
 
 import shutil
@@ -12,10 +13,11 @@ from pathlib import Path
 import torch
 import transformers
 
-from scripts.goldens.cases import GOLDEN, LINEAR, settings_of, some
-from scripts.goldens.models import BATCH, VOCAB, WINDOW, generate, make_model, read_config, run, save
+from scripts.goldens.cases import GOLDEN, LINEAR, MIN_MARGIN, settings_of, some
+from scripts.goldens.models import BATCH, VOCAB, WINDOW, make_model, read_config, run, save
 
 LENGTH = 90
+PROMPT_LENGTHS, NEW_TOKENS = (11, 19), 32  # left-padded to 19; four windows of new tokens
 
 
 @torch.no_grad()
@@ -29,6 +31,26 @@ def windowed(model, tokens: torch.Tensor) -> torch.Tensor:
     assert len(out.attentions) == model.config.layer_types.count("full_attention")
     assert all(((weights > 0) == visible).all() for weights in out.attentions)
     return out.logits
+
+
+@torch.no_grad()
+def generate(model, seed: int) -> dict[str, torch.Tensor]:
+    """Greedy continuation of a left-padded batch with a cache, checked against a forward pass without one."""
+    rng = torch.Generator().manual_seed(seed)
+    width = max(PROMPT_LENGTHS)
+    mask = torch.stack([torch.arange(width) >= width - length for length in PROMPT_LENGTHS]).long()  # [B, P]
+    prompt = torch.randint(1, VOCAB, mask.shape, generator=rng) * mask
+    model.generation_config.eos_token_id = None  # always NEW_TOKENS tokens
+    tokens = model.generate(prompt, attention_mask=mask, do_sample=False, max_new_tokens=NEW_TOKENS)
+    full_mask = torch.cat([mask, torch.ones(len(mask), NEW_TOKENS, dtype=torch.long)], dim=1)
+    step_logits = run(model, tokens, full_mask)[:, width - 1 : -1]  # [B, N, V]
+    new_tokens = tokens[:, width:]
+    assert torch.equal(step_logits.argmax(-1), new_tokens), "cached generation differs from the forward pass"
+    best = step_logits.topk(2, dim=-1).values
+    margin = float((best[..., 0] - best[..., 1]).min())
+    assert margin > MIN_MARGIN, f"two tokens are within {margin:.1e} of each other: choose another seed"
+    assert all(len(set(row.tolist())) > 4 for row in new_tokens), "the continuation repeats itself: choose another seed"
+    return dict(tokens=prompt, attention_mask=mask, new_tokens=new_tokens)
 
 
 def write_case(name: str) -> None:

@@ -15,7 +15,6 @@ from scripts.goldens.cases import (
     DECLARED,
     GOLDEN,
     LETTERS,
-    MIN_MARGIN,
     NAMES,
     SHAPE,
     rope_settings,
@@ -28,7 +27,6 @@ from scripts.goldens.cases import (
 WINDOW = 8
 BATCH, LENGTH, VOCAB = 2, 45, SHAPE["vocab_size"]  # LENGTH is more than five windows
 PADDING = 12  # of the tokens that the load-balancing loss of experts leaves out
-PROMPT_LENGTHS, NEW_TOKENS = (11, 19), 32  # left-padded to 19; four windows of new tokens
 
 
 def build(config, weights=None):
@@ -107,26 +105,6 @@ def balance(model, tokens) -> torch.Tensor:
     return model(tokens, attention_mask=mask, output_router_logits=True, use_cache=False).aux_loss.reshape(1)
 
 
-@torch.no_grad()
-def generate(model, seed: int) -> dict[str, torch.Tensor]:
-    """Greedy continuation of a left-padded batch with a cache, checked against a forward pass without one."""
-    rng = torch.Generator().manual_seed(seed)
-    width = max(PROMPT_LENGTHS)
-    mask = torch.stack([torch.arange(width) >= width - length for length in PROMPT_LENGTHS]).long()  # [B, P]
-    prompt = torch.randint(1, VOCAB, mask.shape, generator=rng) * mask
-    model.generation_config.eos_token_id = None  # always NEW_TOKENS tokens
-    tokens = model.generate(prompt, attention_mask=mask, do_sample=False, max_new_tokens=NEW_TOKENS)
-    full_mask = torch.cat([mask, torch.ones(len(mask), NEW_TOKENS, dtype=torch.long)], dim=1)
-    step_logits = run(model, tokens, full_mask)[:, width - 1 : -1]  # [B, N, V]
-    new_tokens = tokens[:, width:]
-    assert torch.equal(step_logits.argmax(-1), new_tokens), "cached generation differs from the forward pass"
-    best = step_logits.topk(2, dim=-1).values
-    margin = float((best[..., 0] - best[..., 1]).min())
-    assert margin > MIN_MARGIN, f"two tokens are within {margin:.1e} of each other: choose another seed"
-    assert all(len(set(row.tolist())) > 4 for row in new_tokens), "the continuation repeats itself: choose another seed"
-    return dict(tokens=prompt, attention_mask=mask, new_tokens=new_tokens, step_logits=step_logits)
-
-
 def read_config(config: dict):
     return AutoConfig.for_model(**copy.deepcopy(config))  # a copy, because reading adds keys to the RoPE settings
 
@@ -197,11 +175,8 @@ def write_case(name: str) -> str:
     golden = logits_of(name, model, tokens)
     if name in DECLARED["sparse"]:
         golden["aux_loss"] = balance(model, tokens)
-    generated = generate(model, seed) if name in DECLARED["generated"] else None
     model.save_pretrained(folder, max_shard_size="100KB" if name == DECLARED["sharded"] else "1GB")
     save(folder / "golden.safetensors", golden)
-    if generated is not None:
-        save(folder / "generation.safetensors", generated)
     if config.model_type not in DECLARED["one_spelling"]:
         legacy = legacy_config(json.loads((folder / "config.json").read_text()))
         (folder / "legacy_config.json").write_text(json.dumps(legacy, indent=2, sort_keys=True) + "\n")

@@ -54,7 +54,7 @@ def make_bases(folder: Path) -> list[Path]:
     bases = []
     for case in mutations.KEYS["models"]:
         base = folder / case
-        ignore = shutil.ignore_patterns("golden.safetensors", "generation.safetensors", "legacy_config.json")
+        ignore = shutil.ignore_patterns("golden.safetensors", "legacy_config.json")
         bases.append(shutil.copytree(GOLDEN / case, base, ignore=ignore))
         words = tokenizers.models.WordLevel({"<unk>": 0, "<eos>": 1, "a": 2}, unk_token="<unk>")
         tokenizers.Tokenizer(words).save(str(base / "tokenizer.json"))

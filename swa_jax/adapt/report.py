@@ -31,7 +31,6 @@ from swa_jax.report.layer_charts import layer_scores_chart
 from swa_jax.report.memory_charts import candidates_chart
 from swa_jax.report.numbers import MEGABYTE, with_interval
 
-# That servers listen on which a receipt can ask.
 FIGURES = {"right": "answers right", "losses": "loss, nats a token"}
 
 

@@ -4,7 +4,7 @@ from swa_jax.base.estimates import Estimate, accuracy_interval, bootstrap, paire
 from swa_jax.evaluate.examples import Example, prompt_examples
 from swa_jax.evaluate.generated_answers import Answers, generate_answers, needle_accuracy
 from swa_jax.evaluate.needle import needle_examples
-from swa_jax.evaluate.nll import AnswerScores, Perplexity, answer_nll, perplexity, score_answers
+from swa_jax.evaluate.nll import AnswerScores, Perplexity, perplexity, score_answers
 from swa_jax.evaluate.ruler import RULER_TASKS, ruler_examples, ruler_grid
 from swa_jax.evaluate.ruler_data import RulerData
 from swa_jax.evaluate.ruler_scores import RulerScore, ruler_scores
@@ -21,7 +21,6 @@ __all__ = [
     "RulerScore",
     "SweepScore",
     "accuracy_interval",
-    "answer_nll",
     "bootstrap",
     "generate_answers",
     "needle_accuracy",

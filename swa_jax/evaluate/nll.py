@@ -40,24 +40,6 @@ class AnswerScores(NamedTuple):
     right: np.ndarray  # [N] bool: every token of the value (`Example.value`) is the likeliest one
 
 
-def answer_nll(
-    model: Decoder, examples: Sequence[Example], *, batch_size: int = 8, full_attention_decode: bool | None = None
-) -> np.ndarray:
-    """Mean negative log-likelihood of each example's answer tokens given its prompt: [N] float64, nats a token.
-
-    Prompt and answer go through the model in one pass. Under full-attention decode, the query *at* the first answer
-    token is the first that sees everything. The query before it, which predicts that token, is still a prompt query.
-
-    Args:
-      full_attention_decode: None takes that of the model's pattern.
-
-    Raises:
-      ConfigError: no examples, one whose prompt or answer is empty, or an id that the model does not have.
-    """
-    pattern = model.pattern.with_window(Window(full_decode=full_attention_decode))
-    return score_answers(model, examples, batch_size=batch_size, pattern=pattern).nll
-
-
 def score_answers(
     model: Decoder,
     examples: Sequence[Example],
@@ -68,7 +50,10 @@ def score_answers(
     samples: Samples = NO_SAMPLES,
     advance: Callable[[int], None] = lambda _: None,
 ) -> AnswerScores:
-    """The same as `answer_nll`, and also whether the answer's value is right.
+    """The mean negative log-likelihood of each example's answer tokens given its prompt, and whether it is right.
+
+    Prompt and answer go through the model in one pass. Under full-attention decode, the query *at* the first answer
+    token is the first that sees everything. The query before it, which predicts that token, is still a prompt query.
 
     An answer counts by its value, such as the digits of a number: how a model words the sentence around it says nothing
     of what it has found. What stands before the value in the answer is given.
@@ -79,6 +64,9 @@ def score_answers(
     length, and so do those with per-head layers: the layer map, the heads and the boundary of full-attention decode
     are data. Batches that `samples` knows are not scored again, and the others are kept there. `advance` is called with
     how many more examples are scored.
+
+    Raises:
+      ConfigError: no examples, one whose prompt or answer is empty, or an id that the model does not have.
     """
     for i, example in enumerate(examples):
         model.config.check_tokens([*example.prompt, *example.answer], f"examples[{i}]")
@@ -213,7 +201,7 @@ def score_batch(
 ) -> tuple[jax.Array, jax.Array]:
     """Mean NLL of the labels of each row [B] f32, and whether those of its value are all the likeliest [B] bool."""
     model: Decoder = nnx.merge(graph, weights)
-    hidden, _ = model.features(
+    hidden, *_ = model.features(
         batch.tokens, segment_ids=batch.segment_ids, full_from=batch.full_from, data=data, partition=partition
     )
     hidden = jnp.take_along_axis(hidden, batch.queries[:, :, None], axis=1)  # [B, A, d]
@@ -248,7 +236,6 @@ def perplexity(
     *,
     context: int,
     start: Sequence[int] = (),
-    stride: int | None = None,
     batch_size: int = 8,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Perplexity:
@@ -256,19 +243,17 @@ def perplexity(
 
     The attention window is that of the model's pattern; `model.with_pattern` sets another one. `context` is how many
     tokens one pass reads, start tokens included: they stand before every pass, and are not scored. Without them a pass
-    begins with the text's token before those that it scores. With `stride=None` the passes do not overlap, and their
-    first tokens have little context. With a smaller stride each pass scores only what those before it have not scored.
+    begins with the text's token before those that it scores. Passes do not overlap: their first tokens have little
+    context.
 
     Args:
       tokens: the text, at least 2 token ids, without start tokens.
       context: tokens a pass.
       start: what the model expects before a text (`Tokenizer.start_ids`).
-      stride: tokens from one pass to the next, at most what a pass scores.
       advance: called with how many more tokens are scored.
 
     Raises:
-      ConfigError: too few tokens, an id that the model does not have, a context that holds no text, or a stride that is
-        not between 1 and what a pass scores: `context` tokens, and one less for each start token after the first.
+      ConfigError: too few tokens, an id that the model does not have, or a context that holds no text.
     """
     text = np.asarray(tokens, np.int32)
     if text.ndim != 1 or text.size < 2:
@@ -279,56 +264,47 @@ def perplexity(
         raise ConfigError(
             f"context is {context} tokens, all of which are start tokens: it must be at least {len(start)}"
         )
-    stride = most if stride is None else stride
-    if not 1 <= stride <= most:
-        raise ConfigError(f"stride must be between 1 and {most}, what a pass scores, got {stride}")
     most = min(most, labels_of.size)
-    stride = min(stride, most)
     model.config.check_tokens(text, "tokens")
     graph, state = nnx.split(model)
-    token_nll, by_pass = np.zeros(labels_of.size), []
-    inputs, labels, weights = _passes(text, start, most, stride)
-    passes, shift = len(inputs), inputs.shape[1] - most
+    by_pass: list[np.ndarray] = []
+    inputs, labels, weights = _passes(text, start, most)
+    passes = len(inputs)
     for first in range(0, passes, batch_size):
         rows = np.arange(first, min(first + batch_size, passes))
         padded = np.resize(rows, min(batch_size, passes))
         nll = np.asarray(_text_nll(graph, state, inputs[padded], labels[padded], weights[padded]), np.float64)
         for one, values in zip(rows, nll, strict=False):
-            where = np.flatnonzero(weights[one])
-            token_nll[one * stride + where - shift] = values[where]
-            by_pass.append(values[where].mean())
-            advance(len(where))
-    mean = bootstrap(by_pass, weights=weights.sum(1))
+            by_pass.append(values[weights[one] > 0])
+            advance(len(by_pass[-1]))
+    token_nll = np.concatenate(by_pass)
+    mean = bootstrap([values.mean() for values in by_pass], weights=weights.sum(1))
     return Perplexity(math.exp(mean.mean), mean, token_nll.size, token_nll)
 
 
-def _passes(
-    text: np.ndarray, start: Sequence[int], most: int, stride: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _passes(text: np.ndarray, start: Sequence[int], most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Inputs, labels and weights of the passes, each of at most `most` labels: [passes, T] int32, int32, f32.
 
-    The weights are 1 on the labels that a pass scores, which are those that no pass before it has scored.
+    The weights are 1 on the labels.
     """
     labels_of = text if start else text[1:]
     shift = max(len(start), 1) - 1  # tokens of a pass before the one that predicts its first label
-    shape = (max(1, -(-(labels_of.size - most) // stride) + 1), most + shift)
+    shape = (-(-labels_of.size // most), most + shift)
     inputs, labels, weights = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.float32)
-    scored = 0  # labels before this one are done
     for row in range(shape[0]):
-        first = row * stride
+        first = row * most
         end = min(first + most, labels_of.size)
         head = list(start) if start else text[first : first + 1]
         inputs[row, : end - first + shift] = [*head, *labels_of[first : end - 1]]
-        labels[row, shift + scored - first : shift + end - first] = labels_of[scored:end]
-        weights[row, shift + scored - first : shift + end - first] = 1
-        scored = end
+        labels[row, shift : shift + end - first] = labels_of[first:end]
+        weights[row, shift : shift + end - first] = 1
     return inputs, labels, weights
 
 
 @functools.partial(jax.jit, static_argnames="graph")
 def _text_nll(graph: Any, state: nnx.State, tokens: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
     model: Decoder = nnx.merge(graph, state)
-    hidden, _ = model.features(tokens)
+    hidden, *_ = model.features(tokens)
     return model.token_loss(hidden, labels, weights).nll
 
 

@@ -184,7 +184,7 @@ def _all_gates(
     graph: Any, state: nnx.State, tokens: jax.Array, segment_ids: jax.Array | None, full_from: jax.Array | None
 ) -> jax.Array:
     model: Decoder = nnx.merge(graph, state)
-    _, routing = model.features(tokens, segment_ids=segment_ids, full_from=full_from)
+    _, routing, _ = model.features(tokens, segment_ids=segment_ids, full_from=full_from)
     return routing.gate  # [L, B, T]
 
 

@@ -103,33 +103,9 @@ class Decoder(nnx.Module):
         if not isinstance(tokens, jax.core.Tracer):
             self.config.check_tokens(tokens, "tokens", batch=True)
         tokens = jnp.asarray(tokens)
-        hidden, _ = self.features(tokens, segment_ids=segment_ids, positions=positions, full_from=full_from)
-        return self.logits(hidden)
+        return self.logits(self.features(tokens, segment_ids, positions, full_from)[0])
 
     def features(
-        self,
-        tokens: jax.Array,
-        *,
-        segment_ids: jax.Array | None = None,
-        positions: jax.Array | None = None,
-        full_from: jax.Array | None = None,
-        data: LayerData | None = None,
-        partition: Partition | None = None,
-        training: TrainingPass = PLAIN,
-    ) -> tuple[jax.Array, Routing]:
-        """The normed hidden states [B, T, d] and every layer's routing [L, B, T].
-
-        Args:
-          data: how each layer attends, in place of the pattern, so that a search over patterns compiles once.
-          partition: the mesh that parameters and tokens lie on.
-          training: what is saved for the backward pass, and LoRA's dropout.
-        """
-        hidden, routing, _ = self.watched_features(
-            tokens, segment_ids, positions, full_from, data=data, partition=partition, training=training
-        )
-        return hidden, routing
-
-    def watched_features(
         self,
         tokens: jax.Array,
         segment_ids: jax.Array | None = None,
@@ -142,8 +118,15 @@ class Decoder(nnx.Module):
         watch: Callable[[jax.Array, Any], Any] = lambda x, beside: None,
         beside: Any = None,
     ) -> tuple[jax.Array, Routing, Any]:
-        """`features`, and what `watch(x, beside)` gives of the residual stream x [B, T, d] behind each layer, with an
-        axis of layers in front, as `beside` has one, of which a layer gets its entry."""
+        """The normed hidden states [B, T, d], every layer's routing [L, B, T], and what was watched.
+
+        Args:
+          data: how each layer attends, in place of the pattern, so that a search over patterns compiles once.
+          partition: the mesh that parameters and tokens lie on.
+          training: what is saved for the backward pass, and LoRA's dropout.
+          watch: what `watch(x, beside)` gives of the residual stream x [B, T, d] behind each layer is returned with an
+            axis of layers in front, as `beside` has one, of which a layer gets its entry.
+        """
         if 0 in tokens.shape:
             raise ValueError(f"tokens is [B, T] = {tokens.shape}: give at least one sequence of one token")
         context = self.context(tokens, segment_ids, positions, full_from, partition)

@@ -67,7 +67,7 @@ def _top_logprobs(
     model: Decoder = nnx.merge(graph, weights)
     inside = (jnp.arange(tokens.shape[1]) < length).astype(jnp.int32)[None]  # [1, T]
     full_from = model.pattern.full_from(boundary[None])
-    hidden, _ = model.features(tokens, segment_ids=inside, full_from=full_from, partition=partition)
+    hidden, *_ = model.features(tokens, segment_ids=inside, full_from=full_from, partition=partition)
     # The token before the reply predicts its first one.
     predicting = jnp.minimum(boundary - 1 + jnp.arange(places), tokens.shape[1] - 1)
     chunks = hidden[0, predicting].reshape(-1, CHUNK, hidden.shape[-1])

@@ -80,7 +80,7 @@ def kl_scores(
 @functools.partial(jax.jit, static_argnames="graph")
 def _features(graph: Any, weights: nnx.State, batch: AnswerBatch, data: LayerData) -> jax.Array:
     """The hidden states that predict the answers' tokens: [B, A, d]."""
-    hidden, _ = nnx.merge(graph, weights).features(
+    hidden, *_ = nnx.merge(graph, weights).features(
         batch.tokens, segment_ids=batch.segment_ids, full_from=batch.full_from, data=data
     )
     return jnp.take_along_axis(hidden, batch.queries[:, :, None], axis=1)

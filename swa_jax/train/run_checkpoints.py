@@ -76,7 +76,6 @@ class RunCheckpoints:
         self.newest, error = from_first_process(self._open)
         if error:
             raise CheckpointError(error)
-        self._verified = self.newest  # by this process since it was opened
 
     def __enter__(self) -> Self:
         return self
@@ -131,28 +130,18 @@ class RunCheckpoints:
             self._pending = None
         self.check()
 
-    def restore(self, abstract: Any, step: int | None = None) -> tuple[Any, Any]:
-        """Read a checkpoint, by default the newest good one, onto whatever mesh the shardings name.
+    def restore(self, abstract: Any) -> tuple[Any, Any]:
+        """Read the newest checkpoint, which was verified or written, onto whatever mesh the shardings name.
 
         Args:
           abstract: a tree of jax.ShapeDtypeStruct with shardings, in the structure of the state that was saved.
 
         Returns (state, data_state).
 
-        Raises `CheckpointError` if there is none, if `step` is damaged (the sentence names the file, and an earlier
-        checkpoint that is good), or if an array has another shape or dtype than `abstract` says.
+        Raises `CheckpointError` if an array has another shape or dtype than `abstract` says.
         """
         self.wait()
-        if step is None:
-            step = self.newest
-        if step is None:
-            raise CheckpointError(f"{self.folder} holds no checkpoint")
-        if step != self._verified:
-            error = from_first_process(lambda: self._refusal(step))
-            if error:
-                raise CheckpointError(error)
-            self._verified = step
-        return load_state(self.folder / str(step), abstract)
+        return load_state(self.folder / str(self.newest), abstract)
 
     # ---- writing ----
 
@@ -231,16 +220,6 @@ class RunCheckpoints:
             return good, ""
         except OSError as error:  # told to the other processes, which wait for an answer
             return None, f"{error.filename}: {error.strerror}"
-
-    def _refusal(self, step: int) -> str:
-        """Why the checkpoint of a step cannot be read, or ""."""
-        if step not in _steps(self.folder):
-            return f"{self.folder} holds no checkpoint of step {step}; it has {_steps(self.folder)}"
-        good, damaged = _newest_good(self.folder, [s for s in _steps(self.folder) if s <= step])
-        if not damaged:
-            return ""
-        offer = "no earlier one is good" if good is None else f"the newest good one before it is of step {good}"
-        return f"{damaged[0][1]}; {offer}"
 
 
 def has_checkpoint(folder: Path) -> bool:

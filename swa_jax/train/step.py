@@ -175,7 +175,7 @@ def make_loss(
         elif distill is not None and distill.tokens == "all":
             _, heard = next_token_targets(batch["tokens"], batch["segment_ids"], None)
         targets, weights, said, heard = rows.as_held((targets, weights, said, heard))
-        hidden, routing, errors = model.watched_features(
+        hidden, routing, errors = model.features(
             rows.tokens,
             rows.segment_ids,
             rows.positions,

@@ -73,7 +73,7 @@ def make_teacher(teacher: Decoder, config: TrainConfig) -> Callable[[Any, Any, B
         if config.bfloat16:
             own = cast_parameters(own, jnp.bfloat16)
         model: Decoder = nnx.merge(graph, own)
-        hidden, _, streams = model.watched_features(
+        hidden, _, streams = model.features(
             rows.tokens,
             rows.segment_ids,
             rows.positions,

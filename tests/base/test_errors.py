@@ -21,7 +21,7 @@ from swa_jax.data.lessons import Needles
 from swa_jax.data.sources import SourceConfig
 from swa_jax.data.tokenize import tokenize
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer, train_byte_bpe
-from swa_jax.evaluate import Example, needle_examples, perplexity
+from swa_jax.evaluate import Example, needle_examples
 from swa_jax.evaluate.generated_answers import generate_answers
 from swa_jax.evaluate.nll import check_examples
 from swa_jax.evaluate.questions import longbench, longbench_v2
@@ -128,7 +128,6 @@ MISTAKES = {
     "needles longer than the prompt": (_needles(length=20), "length is 20 tokens"),
     "nothing to generate from": (lambda: generate_answers(MODEL, TOKENIZER, [], max_new_tokens=1), "examples is empty"),
     "an empty prompt": (lambda: check_examples([Example((), (1,), ())]), r"examples\[0\] has an empty prompt"),
-    "a text of one token": (lambda: perplexity(None, [1], context=8), "at least 2"),
     "an end of text that is none": (lambda: Tokenizer(TOKENIZER.backend, "<|no|>"), "has no token '<|no|>'"),
     "a vocabulary below the bytes": (lambda: train_byte_bpe(["a"], 200), "vocab_size is 200"),
     "more questions than needles": (

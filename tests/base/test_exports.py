@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from command_line import run
+from python_process import python
 
 import swa_jax
 
@@ -37,8 +38,7 @@ def test_a_name_that_is_nowhere():
 def test_the_command_line_loads_nothing_heavy():
     heavy = {"jax", "flax", "matplotlib", "orbax", "grain", "tokenizers"}
     code = f"import sys, swa_jax.cli; print(sorted({heavy} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert python("-c", code) == "[]\n"
 
 
 def test_with_libtpu_and_no_tpu_nothing_is_looked_for():

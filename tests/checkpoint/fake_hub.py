@@ -1,13 +1,15 @@
 """A Hugging Face hub on this machine, with one repository, which counts what it sends."""
 
-import http.server
+import contextlib
 import json
 import re
 import shutil
-import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
+
+from web_server import Requests, web_server
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPOSITORY = "someone/model"
@@ -25,36 +27,29 @@ def in_cache(cache: Path, folder: Path, repository: str = REPOSITORY, leave_out:
             (home / "snapshots" / COMMIT / file.name).symlink_to(f"../../blobs/of-{file.name}")
 
 
+class HubRequests(Requests):
+    def do_GET(self) -> None:
+        self.server.hub.answer(self)
+
+    do_HEAD = do_POST = do_GET
+
+
+@contextlib.contextmanager
+def running_hub(folder: Path) -> Iterator["Hub"]:
+    hub = Hub(folder)
+    with web_server(HubRequests, hub=hub) as hub.url:
+        yield hub
+
+
 class Hub:
     """Serves a folder as `someone/model`, revisions `main` and `COMMIT`."""
+
+    url: str
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.sent: dict[str, int] = {}  # bytes by file
         self.breaks_after: int | None = None  # bytes of weights, after which it answers nothing more
-        hub = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def log_message(self, *_: Any) -> None:
-                pass
-
-            def do_GET(self) -> None:
-                hub.answer(self)
-
-            do_HEAD = do_POST = do_GET
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-
-    def __enter__(self) -> "Hub":
-        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01})
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.server.shutdown()
-        self.thread.join()
-        self.server.server_close()
 
     def answer(self, request: Any) -> None:
         path = unquote(request.path.split("?")[0])
@@ -81,7 +76,7 @@ class Hub:
         return {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": "0" * 40}
 
     def json(self, request: Any, value: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        self.send(request, status, json.dumps(value).encode(), {"Content-Type": "application/json", **(headers or {})})
+        request.say(json.dumps(value).encode(), status, {"Content-Type": "application/json", **(headers or {})})
 
     def file(self, request: Any, file: Path) -> None:
         data = file.read_bytes()
@@ -94,15 +89,7 @@ class Hub:
             headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
         weights = sum(size for name, size in self.sent.items() if name.endswith(".safetensors"))
         if self.breaks_after is not None and weights > self.breaks_after:
-            return self.send(request, 403, b"no more", {})  # an answer that is not asked for again
+            return request.say(b"no more", 403)  # an answer that is not asked for again
         if request.command == "GET":
             self.sent[file.name] = self.sent.get(file.name, 0) + len(part)
-        return self.send(request, status, part, headers)
-
-    def send(self, request: Any, status: int, data: bytes, headers: dict[str, str]) -> None:
-        request.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(data))}.items():
-            request.send_header(name, value)
-        request.end_headers()
-        if request.command != "HEAD":
-            request.wfile.write(data)
+        return request.say(part, status, headers)

@@ -4,14 +4,13 @@ import contextlib
 import dataclasses
 import functools
 import json
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from web_server import Requests, web_server
 
 from swa_jax.model.attention import LayerData, cast_parameters, kinds_of, layer_data, model_spec
 from swa_jax.model.decoder import Decoder
@@ -95,7 +94,7 @@ class Planted:
 @functools.partial(jax.jit, static_argnums=0)
 def forward(graph, weights, data, tokens, segments, positions):
     model = nnx.merge(graph, weights)
-    hidden, _ = model.features(tokens, segment_ids=segments, positions=positions, data=data)
+    hidden, *_ = model.features(tokens, segment_ids=segments, positions=positions, data=data)
     return jax.nn.log_softmax(model.logits(hidden))
 
 
@@ -137,11 +136,8 @@ def with_noise(model: Decoder, size: float) -> Decoder:
     )
 
 
-class Handler(BaseHTTPRequestHandler):
+class Completions(Requests):
     """Answers as the servers' sources have it; `server.speaks` says which of their ways it knows."""
-
-    def log_message(self, *arguments):
-        pass
 
     def do_GET(self):
         self.answer({"data": [{"id": "planted"}]})
@@ -209,11 +205,7 @@ class Handler(BaseHTTPRequestHandler):
         return answers
 
     def answer(self, value, status=200):
-        data = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+        self.say(json.dumps(value).encode(), status)
 
 
 def likeliest(row, count):
@@ -228,16 +220,6 @@ def of_prompt(prompt, found):
     return [None, *(float(found[t, token]) for t, token in enumerate(prompt[1:]))]
 
 
-@contextlib.contextmanager
-def serving(planted: Planted, speaks: str = "vllm") -> Iterator[str]:
+def serving(planted: Planted, speaks: str = "vllm") -> contextlib.AbstractContextManager[str]:
     """The URL of a server, while it runs."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.planted, server.speaks = planted, speaks
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    return web_server(Completions, planted=planted, speaks=speaks)

@@ -1,15 +1,11 @@
 """A sample of `python -m scripts.torture fuzz`, and proof that it sees what it looks for."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from python_process import python
 
 from scripts.torture.fuzz import fuzz
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_damaged_models_are_refused_in_one_sentence_or_are_models():
@@ -46,10 +42,8 @@ def test_a_fault_is_seen(monkeypatch, fault):
 @pytest.mark.long
 def test_an_interrupted_command_goes_on(tmp_path):
     """`python -m scripts.torture import` with a small model and few signals."""
-    command = [sys.executable, "-m", "scripts.torture", "import", "--count", "3", "--megabytes", "80"]
-    command += ["--json", str(tmp_path / "figures.json"), "--folder", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    options = ("--count", 3, "--megabytes", 80, "--json", tmp_path / "figures.json", "--folder", tmp_path)
+    python("-m", "scripts.torture", "import", *options)
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert sum(n for name, n in figures.items() if name.startswith("SIG")) == 3
     assert figures["finished, all equal"] >= 1

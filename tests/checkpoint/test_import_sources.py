@@ -7,7 +7,7 @@ from pathlib import Path
 import fsspec
 import huggingface_hub
 import pytest
-from fake_hub import COMMIT, REPOSITORY, Hub, in_cache
+from fake_hub import COMMIT, REPOSITORY, in_cache, running_hub
 from gguf_files import write_gguf
 from golden_models import GOLDEN, files_of
 from huggingface_hub import constants
@@ -47,7 +47,7 @@ def assert_as_from_folder(destination: Path, folder: Path = SHARDED) -> None:
 def hub(repository, tmp_path, monkeypatch):
     """A hub, and a cache of its own."""
     cache = tmp_path / "cache"
-    with Hub(repository) as running:
+    with running_hub(repository) as running:
         template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, running.url)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "ENDPOINT", running.url)

@@ -1,8 +1,6 @@
 """What loading and importing take, measured in processes of their own."""
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -11,6 +9,7 @@ import pytest
 from gguf.constants import GGMLQuantizationType
 from gguf_files import write_gguf
 from golden_models import GOLDEN, write_folder
+from python_process import python
 
 from swa_jax.checkpoint.families import model_config
 from swa_jax.checkpoint.hf_import import import_model
@@ -61,10 +60,7 @@ def write_source(folder, kind, **changes) -> dict:
 
 def peak_of(work: str, small: str, large: str) -> int:
     """Bytes that `work`, a function of the program, takes for the arguments `large`, after a call with `small`."""
-    command = [sys.executable, "-c", MEASURED.replace("{work}", work), small, large]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return int(done.stdout)
+    return int(python("-c", MEASURED.replace("{work}", work), small, large))
 
 
 @pytest.mark.parametrize("tied", [True, False])

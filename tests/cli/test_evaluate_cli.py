@@ -19,7 +19,7 @@ from swa_jax.base.estimates import accuracy_interval
 from swa_jax.checkpoint.folder import load_model
 from swa_jax.cli.main import app
 from swa_jax.data.tokenizer import load_tokenizer
-from swa_jax.evaluate import Example, answer_nll, perplexity
+from swa_jax.evaluate import Example, perplexity, score_answers
 from swa_jax.evaluate.measure import score_by_depth
 from swa_jax.evaluate.ruler import RULER_TASKS, ruler_grid
 from swa_jax.evaluate.ruler_data import RulerData
@@ -247,7 +247,7 @@ def test_a_start_token_stands_before_every_sequence_of_a_text(byte_tokenizer, tm
     model = load_model(checkpoint)
     for row, length in zip(rows, (32, len(tokens)), strict=True):
         segments = [Example([257], tokens[i : i + length], []) for i in range(0, len(tokens), length)]
-        sums = [nll * len(one.answer) for nll, one in zip(answer_nll(model, segments), segments, strict=True)]
+        sums = [nll * len(one.answer) for nll, one in zip(score_answers(model, segments).nll, segments, strict=True)]
         assert row["num_tokens"] == len(tokens)
         assert row["nll"] == pytest.approx(sum(sums) / len(tokens), rel=1e-5)
 

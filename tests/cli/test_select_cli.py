@@ -189,17 +189,6 @@ def test_a_ranking_writes_a_pattern_with_its_scores(checkpoint, tmp_path, method
     assert out.with_suffix(".png").exists()
 
 
-def test_a_window_is_needed(checkpoint, tmp_path):
-    arguments = ("select", "dcam", checkpoint, "--ratio", 0.5, "--out", tmp_path / "p.json")
-    assert fails(*arguments) == "no window is given (--window), and the model's own pattern has none"
-
-
-def test_choices_by_chance_keep_the_count(checkpoint, tmp_path):
-    out = tmp_path / "p.json"
-    run("select", "random-heads", checkpoint, "--ratio", 0.75, "--window", 16, "--out", out)
-    assert (~head_mask(AttentionPattern.from_json(out), 2)).sum() == 3
-
-
 def test_pattern_diff_counts_and_swaps(tmp_path):
     small, large = np.ones((2, 4), bool), np.ones((2, 4), bool)
     small[0] = False

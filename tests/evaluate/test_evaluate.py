@@ -12,16 +12,9 @@ from flax import nnx
 from tiny_models import WIDER
 
 from pallas_kernels.math.spec import NEVER
+from swa_jax.base.errors import ConfigError
 from swa_jax.base.estimates import bootstrap
-from swa_jax.evaluate import (
-    Example,
-    answer_nll,
-    generate_answers,
-    needle_accuracy,
-    needle_examples,
-    perplexity,
-    score_answers,
-)
+from swa_jax.evaluate import Example, generate_answers, needle_accuracy, needle_examples, perplexity, score_answers
 from swa_jax.evaluate.nll import answer_batches, score_batch
 from swa_jax.model.cache import cache_bytes
 from swa_jax.model.decoder import Decoder
@@ -81,29 +74,28 @@ def test_answer_nll_is_that_of_each_example_alone(model, name):
     mixed = examples([40, 21, 33, 25, 37], [5, 9, 1, 3, 7])
     patterned = model.with_pattern(recipe(name))
     last = {"window": None, "window+fa-decode+last-tokens=3": 3}.get(name, 0)
-    got = answer_nll(patterned, mixed, batch_size=2)
+    got = score_answers(patterned, mixed, batch_size=2).nll
     want = [nll_by_hand(patterned, e, NEVER if last is None else len(e.prompt) - last) for e in mixed]
     np.testing.assert_allclose(got, want, rtol=2e-5)
 
 
-def test_full_attention_decode_can_be_asked_for_and_changes_the_answer_queries(model):
+def test_full_attention_decode_changes_the_answer_queries(model):
+    def both(some):
+        return [score_answers(model, some, pattern=recipe(name)).nll for name in ("window", "window+fa-decode")]
+
     some = examples([30, 41], [4, 6])
-    windowed = model.with_pattern(recipe("window"))
-    off, on = answer_nll(windowed, some), answer_nll(windowed, some, full_attention_decode=True)
-    np.testing.assert_array_equal(on, answer_nll(model.with_pattern(recipe("window+fa-decode")), some))
+    off, on = both(some)
     assert np.abs(on - off).min() > 1e-3
     # The first label is predicted by a prompt query, so an answer of one token does not change.
-    one = [dataclasses.replace(e, answer=e.answer[:1]) for e in some]
-    np.testing.assert_allclose(
-        answer_nll(windowed, one, full_attention_decode=True), answer_nll(windowed, one), rtol=1e-5
-    )
+    off, on = both([dataclasses.replace(e, answer=e.answer[:1]) for e in some])
+    np.testing.assert_allclose(on, off, rtol=1e-5)
 
 
 def test_patterns_of_one_window_share_a_compilation(model):
     some = examples([30, 41, 35], [4, 6, 5], seed=3)
     before = None
     for name in ("window", "full", "interleave-1-in-4", "interleave-1-in-2+fa-decode", "layers:0,3"):
-        answer_nll(model.with_pattern(recipe(name)), some)
+        score_answers(model.with_pattern(recipe(name)), some)
         score_answers(model, some, pattern=recipe(name))
         if before is None:
             before = score_batch._cache_size()
@@ -141,9 +133,9 @@ def test_an_answer_is_right_by_its_value(model):
 @pytest.mark.parametrize(("prompt", "answer"), [([], [1]), ([1], [])])
 def test_empty_prompts_and_answers_are_refused(model, prompt, answer):
     with pytest.raises(ValueError, match=r"examples\[1\] has an empty"):
-        answer_nll(model, [Example([1], [2], []), Example(prompt, answer, [])])
+        score_answers(model, [Example([1], [2], []), Example(prompt, answer, [])])
     with pytest.raises(ValueError, match="examples is empty"):
-        answer_nll(model, [])
+        score_answers(model, [])
 
 
 # ---- perplexity ----
@@ -175,25 +167,6 @@ def test_start_tokens_stand_before_every_pass_and_are_not_scored(model, length, 
     assert got.nll.mean == pytest.approx(got.token_nll.mean(), rel=1e-6)
 
 
-def test_passes_that_slide_begin_with_the_start_token_too(model):
-    text = np.random.default_rng(2).integers(0, VOCABULARY, 61).tolist()
-    got = perplexity(model, text, context=24, start=[3], stride=8, batch_size=4).token_nll
-    want = [token_nll(model, [3, *text[:24]])]
-    want += [token_nll(model, [3, *text[end - 24 : end]])[-8:] for end in range(32, 61, 8)]
-    want.append(token_nll(model, [3, *text[40:]])[-5:])
-    np.testing.assert_allclose(got, np.concatenate(want), rtol=1e-4, atol=1e-5)
-
-
-def test_sliding_perplexity_gives_each_token_at_least_the_overlap(model):
-    text = np.random.default_rng(2).integers(0, VOCABULARY, 61).tolist()
-    got = perplexity(model, text, context=24, stride=8, batch_size=4).token_nll
-    want = [token_nll(model, text[:25])]
-    for end in range(33, 58, 8):
-        want.append(token_nll(model, text[end - 25 : end])[-8:])
-    want.append(token_nll(model, text[40:61])[-4:])
-    np.testing.assert_allclose(got, np.concatenate(want), rtol=1e-4, atol=1e-5)
-
-
 def test_evaluation_window_is_the_patterns(model):
     text = np.random.default_rng(3).integers(0, VOCABULARY, 40).tolist()
     full = perplexity(model, text, context=24).token_nll[:24]
@@ -203,13 +176,9 @@ def test_evaluation_window_is_the_patterns(model):
 
 
 def test_perplexity_refuses_what_it_cannot_score(model):
-    with pytest.raises(ValueError, match="at least 2 ids"):
+    with pytest.raises(ConfigError, match="at least 2 ids"):
         perplexity(model, [1], context=8)
-    with pytest.raises(ValueError, match="stride must be between 1 and 8, what a pass scores, got 9"):
-        perplexity(model, [1, 2, 3], context=8, stride=9)
-    with pytest.raises(ValueError, match="stride must be between 1 and 7"):
-        perplexity(model, [1, 2, 3], context=8, start=[4, 5], stride=8)
-    with pytest.raises(ValueError, match=r"context is 1 tokens, all of which are start tokens.*at least 2"):
+    with pytest.raises(ConfigError, match=r"context is 1 tokens, all of which are start tokens.*at least 2"):
         perplexity(model, [1, 2, 3], context=1, start=[4, 5])
 
 

@@ -13,7 +13,7 @@ from swa_jax.base.errors import ConfigError
 from swa_jax.base.estimates import accuracy_interval, bootstrap
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.data.tokenizer import load_tokenizer
-from swa_jax.evaluate import Example, answer_nll, score_answers
+from swa_jax.evaluate import Example, score_answers
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.generate import generate
 from swa_jax.model.pattern import AttentionPattern
@@ -21,6 +21,7 @@ from swa_jax.model.pattern import AttentionPattern
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (extra [eval])")
 
 from swa_jax.evaluate.harness import HarnessModel, cut_at, rolling_windows, run_harness
+from swa_jax.model.window import Window
 
 
 def requests(*arguments):
@@ -75,7 +76,8 @@ def test_whole_texts_predict_every_token_once(lm: HarnessModel) -> None:
     eos, tokens = lm.tokenizer.eos_id, lm.tokenizer.encode(long)
     windows = [(p, a) for p, a in rolling_windows(tokens, eos, 64)]
     assert [token for _, a in windows for token in a] == tokens
-    nll = [answer_nll(lm.model, [Example(p, a, [])], full_attention_decode=False)[0] * len(a) for p, a in windows]
+    plain = lm.model.pattern.with_window(Window(full_decode=False))
+    nll = [score_answers(lm.model, [Example(p, a, [])], pattern=plain).nll[0] * len(a) for p, a in windows]
     assert got[1] == pytest.approx(-sum(nll), rel=1e-5)
     whole = score_answers(lm.model, [Example([eos], lm.tokenizer.encode(short), [])]).nll[0]
     assert got[0] == pytest.approx(-whole * len(short), rel=1e-5)

@@ -1,14 +1,13 @@
 """Metrics on answers by hand, the readers of LongBench, LongBench v2 and LongMemEval, long prompts, and the judge."""
 
 import functools
-import http.server
 import json
 import sys
-import threading
 
 import command_line
 import pytest
 from tiny_models import byte_checkpoint, make
+from web_server import Requests, web_server
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.data.chat import Wrap
@@ -285,24 +284,15 @@ def endpoint():
     """A chat model at a local port that says what `replies` holds, in turn; `asked` has the requests."""
     replies, asked = [], []
 
-    class Chat(http.server.BaseHTTPRequestHandler):
+    class Chat(Requests):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             asked.append((self.path, self.headers["Authorization"], body))
             status, text = replies.pop(0)
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(text.encode())
+            self.say(text.encode(), status)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Chat) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/v1", replies, asked
-        server.shutdown()
-        thread.join()
+    with web_server(Chat) as url:
+        yield f"{url}/v1", replies, asked
 
 
 def says(text: str) -> tuple[int, str]:

@@ -2,12 +2,11 @@
 
 import argparse
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from python_process import python
 
 from scripts.compare import measures, runner, training
 from swa_jax.base.errors import ConfigError
@@ -22,12 +21,6 @@ from swa_jax.train.loop import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 PNG = b"\x89PNG\r\n\x1a\n"
-
-
-def command(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "scripts.compare", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True
-    )
 
 
 @pytest.mark.parametrize("name", ["swiattn", "swiattn-chains", "swiattn-ablations", "swat", "swat-longer"])
@@ -153,25 +146,24 @@ def test_where_chains_are_carried_on():
     assert tokens.shape == (2, 64)
 
 
-def lines_of(folder):
-    return {tuple(line["cell"]): line for line in runner.read_done(folder).values()}
+def compared(folder, name, *arms):
+    """What is known of these arms, of seed 0."""
+    python("-m", "scripts.compare", name, "--tiny", "--seeds", 0, "--only", *arms, "--out", folder)
+    lines = {line["cell"][0]: line for line in runner.read_done(folder).values()}
+    return [lines[arm] for arm in arms]
 
 
 @pytest.mark.long
 def test_swat_from_the_command_line(tmp_path):
-    arm = "sigmoid AliRope (-+)"
-    done = command("swat", "--tiny", "--seeds", 0, "--only", arm, "--out", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert 6 < lines_of(tmp_path)[arm, 0]["values"]["32"] < 8  # log 1024 = 6.9
+    (line,) = compared(tmp_path, "swat", "sigmoid AliRope (-+)")
+    assert 6 < line["values"]["32"] < 8  # log 1024 = 6.9
     for picture in ("table-3.png", "loss.png"):
         assert (tmp_path / picture).read_bytes().startswith(PNG)
 
 
 @pytest.mark.long
 def test_swiattn_from_the_command_line(tmp_path):
-    done = command("swiattn", "--tiny", "--seeds", 0, "--only", "swiattn", "swa-zero-shot", "--out", tmp_path)
-    assert done.returncode == 0, done.stderr
-    routed, windowed = (lines_of(tmp_path)[arm, 0] for arm in ("swiattn", "swa-zero-shot"))
+    routed, windowed = compared(tmp_path, "swiattn", "swiattn", "swa-zero-shot")
     assert 0 < routed["values"]["full ratio"] < 1
     assert windowed["values"]["full ratio"] == 0
     assert len(routed["ratio_by_layer"][0]) == 8
@@ -184,9 +176,7 @@ def test_swiattn_from_the_command_line(tmp_path):
 @pytest.mark.long
 def test_swiattn_on_chains_from_the_command_line(tmp_path):
     arms = ("swiattn", "static-hybrid, chosen layers", "swa-zero-shot")
-    done = command("swiattn-chains", "--tiny", "--seeds", 0, "--only", *arms, "--out", tmp_path)
-    assert done.returncode == 0, done.stderr
-    routed, hybrid, windowed = (lines_of(tmp_path)[arm, 0] for arm in arms)
+    routed, hybrid, windowed = compared(tmp_path, "swiattn-chains", *arms)
     assert 0 < routed["values"]["full ratio, far hops"] < 1
     assert hybrid["values"]["full ratio, far hops"] == 0.5
     assert hybrid["pattern"].startswith("layers:")

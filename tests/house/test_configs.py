@@ -12,9 +12,12 @@ from training_runs import losses
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.settings import load_config
 from swa_jax.checkpoint.families.pattern_files import load_pattern
+from swa_jax.checkpoint.named import BUNDLED, load_tokenizer
+from swa_jax.data.chains import VOCAB_SIZE
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.lora import LoraConfig
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.window import Window
 from swa_jax.train.config import METHODS, TrainConfig
 from swa_jax.train.loop import train
 from swa_jax.train.optimizer import learning_rate
@@ -77,7 +80,13 @@ def test_every_configuration_and_its_variants_can_be_read(name):
         config = load(name, *overrides)
         assert config.output.startswith("runs/")
         if config.model is not None:
-            load_pattern(config.attention, config.model, config.window)
+            for stage in config.stages:
+                for pattern in stage.patterns or (config.attention,):
+                    load_pattern(pattern, config.model, Window(stage.sliding_window).of(config.window, needed=False))
+            bundled = config.tokenizer in BUNDLED
+            vocabulary = load_tokenizer(config.tokenizer).vocab_size if bundled else 0
+            # That of the chains is learned when it is first needed.
+            assert (VOCAB_SIZE if name == "chains.yaml" else vocabulary) <= config.model.vocab_size
         elif config.attention.endswith(".json"):
             AttentionPattern.from_json(Path(config.attention))
         else:

@@ -4,12 +4,11 @@ import functools
 import re
 import runpy
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import typer
+from python_process import python
 
 from swa_jax.cli.main import app
 
@@ -121,9 +120,7 @@ def test_links_out_of_the_docs_on_the_site(monkeypatch):
 def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("sphinx", reason="sphinx comes with the docs extra: make docs")
     options = ["-W", "--keep-going", "-q", "-b", "html"]
-    command = [sys.executable, "-m", "sphinx", *options, str(ROOT / "docs"), str(tmp_path)]
-    built = subprocess.run(command, capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr[-3000:]
+    python("-m", "sphinx", *options, ROOT / "docs", tmp_path)
     made_of = {"api": "routed_attention", "commands": "--kv-budget", "training-keys": "warmup_steps"}
     for name, made in {**made_of, "servers": "sglang-jax"}.items():
         assert made in (tmp_path / f"{name}.html").read_text()

@@ -3,13 +3,11 @@
 import ast
 import importlib
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from python_process import python
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -71,18 +69,9 @@ def test_what_it_imports_is_there(path):
 @pytest.mark.long
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs(path, tmp_path):
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(
-        [sys.executable, "-c", _RUN, str(path)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    said = python("-c", _RUN, path, cwd=tmp_path, timeout=900, JAX_PLATFORMS="cpu")
     cells = json.loads(path.read_text())["cells"]
     code = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    pictures = re.findall(r"shown: (?:PNG (\d+)|figure)", ran.stdout)
+    pictures = re.findall(r"shown: (?:PNG (\d+)|figure)", said)
     assert len(pictures) >= len(re.findall(r"display\(|plt\.show\(", code))
     assert all(int(size or 10_000) > 3000 for size in pictures)

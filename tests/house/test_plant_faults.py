@@ -28,8 +28,8 @@ def test_every_fault_can_be_planted():
 
 
 def test_a_fault_that_has_lost_its_place_is_named():
-    fault = Fault("a", "kind", "swa_jax/base/files.py", "no such text", "x", ("tests/test_nothing.py",))
-    twice = Fault("b", "kind", "swa_jax/chips.py", "Chip(", "Chip(", ())
+    fault = Fault("a", "swa_jax/base/files.py", "no such text", "x", ("tests/test_nothing.py",))
+    twice = Fault("b", "swa_jax/chips.py", "Chip(", "Chip(", ())
     wrong = plant.problems([fault, twice, twice])
     assert any("a: swa_jax/base/files.py has 0 places" in line for line in wrong)
     assert "a: there is no tests/test_nothing.py" in wrong
@@ -50,7 +50,7 @@ def test_make_test_runs_the_tests_that_faults_name():
 
 def test_the_room_of_a_file_is_the_folder_of_its_tests():
     def room(file):
-        return Fault("a", "kind", file, "x", "y").room
+        return Fault("a", file, "x", "y").room
 
     assert room("pallas_kernels/tpu/schedule/pair_schedule.py") == ("tests/kernels",)
     assert room("swa_jax/model/cache.py") == ("tests/model",)
@@ -84,7 +84,7 @@ def results_of(file):
 @pytest.mark.slow
 def test_faults_are_caught_missed_and_not_tried_twice(small, capsys, monkeypatch):
     def fault(name, new):
-        return Fault(name, "kind", "swa_jax/base/number.py", "2 * x", new)
+        return Fault(name, "swa_jax/base/number.py", "2 * x", new)
 
     faults = [fault("wrong", "3 * x"), fault("harmless", "x * 2")]
     monkeypatch.setattr(plant, "read_faults", lambda: faults)

@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from python_process import python
 
 from .compile_for import CALLS
 
-ROOT = Path(__file__).parents[2]
 TOPOLOGIES = ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
 USUAL = "v6e:2x2"
 PARTS = 6  # of the table, a process each
@@ -43,15 +43,8 @@ pytestmark = [
 def run(script: str, topology: str, *names: str) -> list[dict]:
     """Runs a script for a chip, for all of its calls or those named; returns its reports."""
     assert importlib.util.find_spec("libtpu"), "libtpu is not installed; the dev extra brings it"
-    done = subprocess.run(
-        [sys.executable, Path(__file__).with_name(script), topology, *names],
-        env=os.environ | LIBTPU | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert done.returncode == 0, f"after {done.stdout.splitlines()[-1:]}: {done.stderr[-3000:]}"
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    said = python(Path(__file__).with_name(script), topology, *names, timeout=SECONDS, **LIBTPU)
+    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
 
 
 @pytest.mark.slow

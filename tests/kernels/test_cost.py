@@ -4,21 +4,15 @@ Each measurement is a fresh process (`measure.py`), since memory and thread pool
 """
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
+from python_process import python
 from timing import least_seconds
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 def measure(**options):
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, pathlib.Path(__file__).with_name("measure.py"), json.dumps(options)]
-    return json.loads(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+    return json.loads(python(Path(__file__).with_name("measure.py"), json.dumps(options), JAX_PLATFORMS="cpu"))
 
 
 @pytest.mark.long

@@ -2,15 +2,13 @@
 
 import functools
 import importlib.util
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
+from python_process import python
 
 from pallas_kernels import AttentionSpec, attention, decode_attention, gpu, routed_attention
 from pallas_kernels.math.spec import PerHead, Pools
@@ -191,10 +189,7 @@ def test_decode_over_a_ring_lowers(name, device, tokens):
 @pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs JAX's plugin for CUDA")
 @pytest.mark.parametrize("device", ["h100", "h200", "a100", "rtx4090"])
 def test_every_call_compiles(device):
-    command = [sys.executable, "-m", "tests.kernels.compile_for_gpu", device]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.splitlines()) > len(CALLS)
+    assert len(python("-m", "tests.kernels.compile_for_gpu", device).splitlines()) > len(CALLS)
 
 
 def equations(jaxpr):

@@ -1,15 +1,12 @@
 """The op under JAX's transformations."""
 
 import functools
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from python_process import EIGHT_DEVICES, python
 
 from pallas_kernels import AttentionSpec, attention, decode_attention, routed_attention
 
@@ -17,7 +14,6 @@ from .suite import Call, every_implementation, quick_jit
 from .tolerances import assert_close
 
 CALL = Call(AttentionSpec(window=11, num_sink_tokens=2), q_length=40, kv_length=40, heads=4, kv_heads=2)
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 def drawn():
@@ -127,20 +123,6 @@ def test_the_spec_is_a_static_argument_and_everything_else_may_be_traced(impleme
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(outputs))
 
 
-def run_on_eight_devices(script: str, implementation: str) -> None:
-    """Fake devices, which need a process of their own."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", f"tests.kernels.{script}", implementation],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -150,10 +132,10 @@ def run_on_eight_devices(script: str, implementation: str) -> None:
     ],
 )
 def test_shard_map(name):
-    run_on_eight_devices("sharded", name)
+    python("-W", "error", "-m", "tests.kernels.sharded", name, **EIGHT_DEVICES)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["tpu", "xla", "triton"])
 def test_decoding_in_shard_map(name):
-    run_on_eight_devices("sharded_decode", name)
+    python("-W", "error", "-m", "tests.kernels.sharded_decode", name, **EIGHT_DEVICES)

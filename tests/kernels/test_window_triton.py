@@ -2,16 +2,12 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from python_process import python
 
 pytest.importorskip("triton", reason="needs the extra `triton`")
 pytest.importorskip("jax_triton", reason="needs the extra `triton`")
-ROOT = Path(__file__).parents[2]
 HAS_PLUGIN = importlib.util.find_spec("jax_cuda13_plugin") is not None
 
 INTERPRETED = """
@@ -52,12 +48,8 @@ print(json.dumps([float(error) for error in errors]))
 @pytest.mark.parametrize("shape", [(100, 40, 32, 16), (96, 16, 32, 32), (70, 70, 64, 16), (64, 33, 16, 32)])
 def test_the_interpreted_kernel_agrees_with_the_oracle(shape):
     """Ragged ends, windows that are no multiple of a block, and one as long as the row."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED, json.dumps(shape)], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert max(json.loads(done.stdout.splitlines()[-1])) < 2e-5
+    said = python("-c", INTERPRETED, json.dumps(shape), TRITON_INTERPRET="1", JAX_PLATFORMS="cpu")
+    assert max(json.loads(said.splitlines()[-1])) < 2e-5
 
 
 @pytest.mark.slow

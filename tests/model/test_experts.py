@@ -175,7 +175,7 @@ def test_padding_changes_no_other_token():
     segments = np.array([[1] * 9 + [0] * 5, [0] * 3 + [1] * 11])
     other = np.where(segments == 0, (tokens + 7) % MIXED.vocab_size, tokens)
     features = nnx.jit(lambda model, tokens: model.features(tokens, segment_ids=segments))
-    (hidden, routing), (changed, again) = features(model, tokens), features(model, other)
+    (hidden, routing, _), (changed, again, _) = features(model, tokens), features(model, other)
     hidden, changed = np.asarray(hidden), np.asarray(changed)
     np.testing.assert_array_equal(hidden[segments > 0], changed[segments > 0])
     for a, b in zip(routing.experts, again.experts, strict=True):
@@ -190,7 +190,7 @@ def test_the_load_balancing_loss_is_hugging_faces(case, tmp_path):
     segments = np.ones_like(golden["tokens"])
     segments[1, -12:] = 0
     features = nnx.jit(lambda model, tokens: model.features(tokens, segment_ids=segments))
-    _, routing = features(model, golden["tokens"])
+    _, routing, _ = features(model, golden["tokens"])
     layers = len(model.config.sparse_layers)
     ours = load_balancing_loss(routing.experts, layers, jnp.sum(segments))
     np.testing.assert_allclose(ours, golden["aux_loss"][0], rtol=1e-5)

@@ -14,7 +14,6 @@ from tiny_models import PLAIN
 
 import swa_jax
 from swa_jax.base.errors import ConfigError
-from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.model.cache import allocate, cache_bytes, cache_layouts
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
@@ -132,17 +131,6 @@ def test_a_layer_at_the_eps_of_released_models_is_the_papers(seed):
 @functools.cache
 def golden(case: str) -> dict[str, np.ndarray]:
     return load_file(GOLDEN / case / "golden.safetensors")
-
-
-@pytest.fixture(scope="module")
-def load(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("linear")
-
-    @functools.cache
-    def imported(case: str) -> Decoder:
-        return swa_jax.load_model(import_model(GOLDEN / case, folder / case))
-
-    return imported
 
 
 @nnx.jit

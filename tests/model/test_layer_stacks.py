@@ -63,7 +63,7 @@ def test_a_shared_cache_holds_what_all_of_its_readers_need():
 @functools.partial(jax.jit, static_argnums=1)
 @jax.grad
 def gradient_of(state, graph):
-    hidden, _ = nnx.merge(graph, state).features(TOKENS)
+    hidden, *_ = nnx.merge(graph, state).features(TOKENS)
     return jnp.sum(jnp.square(hidden[:, 3:]) * jnp.arange(hidden.shape[-1]))
 
 

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 from tiny_models import PATTERNS, PLAIN, logits_of, model_of
-from training_runs import Interruption, assert_same_weights, interrupt_at, losses
+from training_runs import assert_same_weights, interrupted, losses
 
 import swa_jax.train.loop
 from swa_jax.base.errors import ConfigError
@@ -238,17 +238,14 @@ def settings(tmp_path, recall):
 
 
 @pytest.mark.long  # the answers' form is what so few steps teach
-def test_a_run_learns_resumes_to_the_bit_and_writes_model_and_adapter(settings, tmp_path, recall, monkeypatch):
+def test_a_run_learns_resumes_to_the_bit_and_writes_model_and_adapter(settings, tmp_path, recall):
     settings["pattern"] = "interleave-1-in-2+fa-decode"
     model = train(from_dict(TrainConfig, settings), quiet=True)
     expected = losses(tmp_path / "run")
     assert np.mean(expected[-2:]) < 0.8 * expected[0]
 
     again = settings | {"output": str(tmp_path / "again")}
-    interrupt_at(monkeypatch, 5)
-    with pytest.raises(Interruption):
-        train(from_dict(TrainConfig, again), quiet=True)
-    monkeypatch.undo()
+    interrupted(5, train, from_dict(TrainConfig, again), quiet=True)
     resumed = train(from_dict(TrainConfig, again), quiet=True)
     assert losses(tmp_path / "again") == expected
     trained, base = load_model(model), load_model(recall, dtype=jnp.float32)

@@ -10,9 +10,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-import swa_jax
 from swa_jax.checkpoint.families import apply_pattern, hf_config, hf_pattern, model_config
-from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.model.attention import LayerData, kinds_of, layer_data
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL, WINDOW
@@ -37,18 +35,6 @@ PATTERNS = {
 @functools.cache
 def golden(case: str) -> dict[str, np.ndarray]:
     return load_file(GOLDEN / case / "golden.safetensors")
-
-
-@pytest.fixture(scope="module")
-def load(tmp_path_factory):
-    """`load(case)`: the golden model, imported once."""
-    folder = tmp_path_factory.mktemp("parity")
-
-    @functools.cache
-    def imported(case: str) -> Decoder:
-        return swa_jax.load_model(import_model(GOLDEN / case, folder / case))
-
-    return imported
 
 
 @nnx.jit
@@ -112,17 +98,6 @@ def test_windows_on_the_weights_of_a_full_model(load, case):
     actual = logits(model, case, WINDOW)
     np.testing.assert_allclose(actual[:, :8], expected[:, :8], rtol=0, atol=TOLERANCE)
     assert np.abs(actual - expected)[:, 8:].max() > 100 * TOLERANCE
-
-
-@pytest.mark.parametrize("case", sorted(file.parent.name for file in GOLDEN.glob("*/generation.safetensors")))
-def test_a_prompt_goes_on_as_in_transformers(load, case):
-    """Greedy tokens after prompts of two lengths, four windows of them, through the cache."""
-    expected = load_file(GOLDEN / case / "generation.safetensors")
-    rows = zip(expected["tokens"], expected["attention_mask"], strict=True)
-    prompts = [row[real == 1].tolist() for row, real in rows]
-    model, new = load(case), expected["new_tokens"]
-    assert len({len(prompt) for prompt in prompts}) == 2
-    assert [list(reply) for reply in swa_jax.generate(model, prompts, max_new_tokens=new.shape[1])] == new.tolist()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -22,7 +22,7 @@ def gradient(name, remat, tokens, unroll=False):
     graph, weights = nnx.split(model_of(name))
 
     def loss(weights):
-        hidden, _ = nnx.merge(graph, weights).features(
+        hidden, *_ = nnx.merge(graph, weights).features(
             tokens, segment_ids=jnp.ones_like(tokens), training=TrainingPass(remat, unroll)
         )
         return (hidden**2).mean()

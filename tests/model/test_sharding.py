@@ -2,9 +2,6 @@
 
 import dataclasses
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -12,6 +9,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
+from python_process import EIGHT_DEVICES, python
 from tiny_models import WIDER
 
 from swa_jax.base.errors import ConfigError
@@ -31,7 +29,7 @@ from swa_jax.train.loop import random_model
 from swa_jax.train.optimizer import OptimizerConfig, make_optimizer
 from swa_jax.train.step import init_state
 
-ROOT = Path(__file__).parents[2]
+QUICK = EIGHT_DEVICES | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {EIGHT_DEVICES['XLA_FLAGS']}"}
 MODEL = dataclasses.replace(WIDER, vocab_size=60, num_hidden_layers=2)
 
 
@@ -53,22 +51,13 @@ def abstract_partition(**sizes: int) -> Partition:
     ],
 )
 def test_every_mesh_computes_what_one_device_does(what):
-    run_on_eight_devices("tests.on_mesh", what)
-
-
-def run_on_eight_devices(module: str, *arguments: str) -> None:
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    python("-m", "tests.on_mesh", what, **QUICK)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["every-kind", "head-hybrid", "every-kind+fa-decode", "swat-every-kind"])
 def test_every_mesh_generates_what_one_device_does(name):
-    run_on_eight_devices("tests.generation_on_mesh", name)
+    python("-m", "tests.generation_on_mesh", name, **QUICK)
 
 
 def test_one_axis_takes_the_devices_that_remain():

@@ -176,11 +176,6 @@ def test_heads_in_twos_within_a_budget(planted, tmp_path):
     assert "--heads-in" not in run("select", "nll-gradient", "--help")
 
 
-def test_an_unknown_method_names_the_nearest(model):
-    with pytest.raises(ConfigError, match="method 'fischer' is not known; did you mean 'fisher'"):
-        choose("fischer", Task(model, [], Window(8)), [0.5])
-
-
 # ---- what docs/selection.md says of methods ----
 
 

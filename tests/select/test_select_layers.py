@@ -11,7 +11,7 @@ from planted import CLASSES, HAY, PLANTED, VALUES, WINDOW_SIZE, planted_examples
 from tiny_models import WIDER
 
 from swa_jax.base.errors import ConfigError
-from swa_jax.evaluate import Example, answer_nll
+from swa_jax.evaluate import Example, score_answers
 from swa_jax.evaluate.nll import score_batch
 from swa_jax.model.decoder import Block, Decoder
 from swa_jax.model.pattern import AttentionPattern
@@ -89,7 +89,7 @@ def test_scoring_from_a_base_that_has_full_layers(model, examples, plain, full):
     if len(full) == 1:
         np.testing.assert_allclose(got.window_nll, plain.window_nll - plain.deltas[:, full[0]], rtol=0, atol=1e-6)
         pattern = AttentionPattern.from_full_layers([0, 3], LAYERS, 6, num_sink_tokens=1, full_attention_decode=True)
-        wanted = got.window_nll - answer_nll(model.with_pattern(pattern), examples)
+        wanted = got.window_nll - score_answers(model, examples, pattern=pattern).nll
         np.testing.assert_allclose(got.deltas[:, 3], wanted, rtol=0, atol=1e-6)
 
 
@@ -127,7 +127,7 @@ def test_a_prompt_that_the_window_holds_scores_exactly_zero(model, examples):
     short, longer = (dataclasses.replace(examples[0], prompt=examples[0].prompt[:n]) for n in (7, 8))
     got = nll_deltas(model, [short, longer, examples[1]], **OPTIONS)
     assert got.deltas.any(1).tolist() == [False, True, True]
-    assert got.window_nll[0] == pytest.approx(answer_nll(model, [short])[0], rel=1e-5)
+    assert got.window_nll[0] == pytest.approx(score_answers(model, [short]).nll[0], rel=1e-5)
     # Without full-attention decode the queries at answer tokens that predict another one count too.
     fits = dataclasses.replace(short, answer=examples[0].answer[:1])
     assert nll_deltas(model, [short, fits], Window(6, 1, False), batch_size=4).deltas.any(1).tolist() == [True, False]
@@ -274,7 +274,7 @@ def test_two_layers_that_do_the_same_fool_scoring_once():
     assert once.full_layers == (2, 3)
     assert greedy.full_layers in ((2, 5), (3, 5))
     assert seen == [(i + 1, 18) for i in range(18)]
-    losses = [answer_nll(model.with_pattern(pattern), examples).mean() for pattern in (once, greedy)]
+    losses = [score_answers(model, examples, pattern=pattern).nll.mean() for pattern in (once, greedy)]
     assert losses[1] < losses[0] / 2
 
 

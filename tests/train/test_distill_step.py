@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from kernels.tolerances import assert_close
 from tiny_models import BYTES, SOFTMAX, base_model, byte_checkpoint, make
-from training_runs import Interruption, assert_same_weights, interrupt_at, losses, read_metrics
+from training_runs import assert_same_weights, interrupted, losses, read_metrics
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.settings import from_dict
@@ -310,13 +310,10 @@ def run_settings(base, byte_tokenizer, output, **changes):
 
 
 @pytest.mark.parametrize("lora", [None, pytest.param({"rank": 2, "dropout": 0.2}, marks=SLOW)], ids=["full", "lora"])
-def test_a_run_goes_on_bit_for_bit(base, byte_tokenizer, tmp_path, monkeypatch, lora):
+def test_a_run_goes_on_bit_for_bit(base, byte_tokenizer, tmp_path, lora):
     whole, parts = (run_settings(base, byte_tokenizer, tmp_path / name, lora=lora) for name in ("whole", "parts"))
     expected = load_model(train(from_dict(TrainConfig, whole), quiet=True))
-    with monkeypatch.context() as patched:
-        interrupt_at(patched, 4)
-        with pytest.raises(Interruption):
-            train(from_dict(TrainConfig, parts), quiet=True)
+    interrupted(4, train, from_dict(TrainConfig, parts), quiet=True)
     found = load_model(train(from_dict(TrainConfig, parts), quiet=True))
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     divergences = [[line["divergence"] for line in read_metrics(tmp_path / name)] for name in ("parts", "whole")]

@@ -11,21 +11,18 @@ import pytest
 import training_runs
 import yaml
 from process_groups import ends, free_port, running
+from tiny_models import BYTES
+
+from swa_jax.base.settings import to_dict
 
 STEPS = 120
-MODEL = {
-    "model_type": "qwen3", "vocab_size": 257, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "qk_norm": True,
-}  # fmt: skip
 
 
 @pytest.fixture
 def training(launch, tmp_path, byte_tokenizer):
     """`start(name, count)` trains on four devices, spread over `count` processes."""
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over a lazy dog " * 40)
-    stage = {"steps": STEPS, "sequence_length": 16, "batch_size": 4, "data": [{"files": [str(text)]}]}
-    settings = {"tokenizer": str(byte_tokenizer), "model": MODEL, "stages": [stage], "checkpoint_every": 10}
+    stage = {"steps": STEPS, "sequence_length": 16, "batch_size": 4, "data": training_runs.text_in(tmp_path)}
+    settings = {"tokenizer": str(byte_tokenizer), "model": to_dict(BYTES), "stages": [stage], "checkpoint_every": 10}
     settings |= {"pattern": "window", "sliding_window": 4}
 
     def start(name, count, *, limit=None, changes=None, timeout=45, python_path=None):

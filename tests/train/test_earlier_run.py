@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_models import BYTES
-from training_runs import Interruption, assert_same_weights, interrupt_at, read_metrics
+from training_runs import assert_same_weights, interrupted, read_metrics
 
 from swa_jax.base.errors import CheckpointError, ConfigError
 from swa_jax.base.settings import from_dict, to_dict
@@ -135,14 +135,11 @@ def test_weights_and_moments_are_the_last_checkpoints_and_the_counts_are_new(run
     assert FIRST in counts  # by which the moments are debiased
 
 
-def test_an_interruption_changes_nothing_even_when_the_earlier_run_is_gone(runs, monkeypatch):
+def test_an_interruption_changes_nothing_even_when_the_earlier_run_is_gone(runs):
     folder, after = runs
     shutil.copytree(folder / "first", folder / "copy")
     after = after | {"init_from": str(folder / "copy" / "model"), "output": str(folder / "resumed")}
-    interrupt_at(monkeypatch, 5)
-    with pytest.raises(Interruption):
-        train(from_dict(TrainConfig, after), quiet=True)
-    monkeypatch.undo()
+    interrupted(5, train, from_dict(TrainConfig, after), quiet=True)
     shutil.rmtree(folder / "copy" / "checkpoints")
     train(from_dict(TrainConfig, after), quiet=True)
     assert metrics(folder / "resumed") == metrics(folder / "whole")[FIRST:]

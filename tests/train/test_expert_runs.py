@@ -9,7 +9,7 @@ import pytest
 import yaml
 from command_line import fails, run
 from flax import nnx
-from training_runs import Interruption, interrupt_at, losses, read_metrics
+from training_runs import interrupted, losses, read_metrics, text_in
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.families import hf_config, hf_pattern, model_config
@@ -41,7 +41,6 @@ FAMILIES = {
     "gpt_oss": {},
     "mellum": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
 }
-TEXT = "One of the special magic numbers for brave-otter is: 4821673.\n" * 40
 
 
 @pytest.fixture
@@ -65,7 +64,6 @@ def source(tmp_path, byte_tokenizer):
 
 @pytest.fixture
 def settings(tmp_path, byte_tokenizer):
-    (tmp_path / "text.txt").write_text(TEXT)
     return {
         "output": str(tmp_path / "run"),
         "tokenizer": str(byte_tokenizer),
@@ -73,9 +71,7 @@ def settings(tmp_path, byte_tokenizer):
         "checkpoint_every": 3,
         "router_aux_loss_coef": 0.01,
         "optimizer": {"learning_rate": 0.005, "warmup_steps": 2},
-        "stages": [
-            {"steps": 12, "sequence_length": 32, "batch_size": 4, "data": [{"files": [f"{tmp_path}/text.txt"]}]}
-        ],
+        "stages": [{"steps": 12, "sequence_length": 32, "batch_size": 4, "data": text_in(tmp_path)}],
     }
 
 
@@ -93,7 +89,7 @@ def train(tmp_path, settings):
         pytest.param("mellum", marks=pytest.mark.long),
     ],
 )
-def test_from_import_to_a_resumed_run(family, source, settings, tmp_path, monkeypatch):
+def test_from_import_to_a_resumed_run(family, source, settings, tmp_path):
     run("import", source(family), tmp_path / "model")
     before = load_model(tmp_path / "model")
     assert (before.config.model_type, before.config.num_experts) == (family, 4)
@@ -107,10 +103,7 @@ def test_from_import_to_a_resumed_run(family, source, settings, tmp_path, monkey
     assert np.mean(expected[-2:]) < expected[0] - 0.5
     assert all(0.5 < line["load_balancing_loss"] < 4 for line in read_metrics(tmp_path / "run"))
     again = settings | {"output": str(tmp_path / "again")}
-    interrupt_at(monkeypatch, 8)
-    with pytest.raises(Interruption):
-        train(tmp_path, again)
-    monkeypatch.undo()
+    interrupted(8, train, tmp_path, again)
     train(tmp_path, again)
     assert losses(tmp_path / "again") == expected
     first, second = (load_model(tmp_path / name / "model") for name in ("run", "again"))

@@ -3,6 +3,7 @@
 import json
 
 from tiny_models import BYTES
+from training_runs import text_in
 
 from swa_jax.base.settings import from_dict, to_dict
 from swa_jax.checkpoint.folder import open_checkpoint
@@ -10,9 +11,7 @@ from swa_jax.train.loop import TrainConfig, train
 
 
 def test_the_ids_of_special_tokens_are_there_and_stay(tmp_path, byte_tokenizer):
-    (tmp_path / "text.txt").write_text("One of the special magic numbers for brave-otter is: 4821673.\n" * 40)
-    data = [{"files": [f"{tmp_path}/text.txt"]}]
-    stages = [{"steps": 1, "sequence_length": 16, "batch_size": 4, "data": data}]
+    stages = [{"steps": 1, "sequence_length": 16, "batch_size": 4, "data": text_in(tmp_path)}]
     settings = {"tokenizer": str(byte_tokenizer), "stages": stages, "optimizer": {"schedule": "constant"}}
 
     def finished(name, **changes):

@@ -1,6 +1,5 @@
 """Notices of preemption: SIGTERM, the metadata server, several processes; and training runs that are interrupted."""
 
-import http.server
 import json
 import os
 import signal
@@ -12,9 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+from python_process import python
 from timing import wait_until
 from tiny_models import BYTES
-from training_runs import losses
+from training_runs import losses, text_in
+from web_server import Requests, web_server
 
 import swa_jax.train.loop
 import swa_jax.train.preemption
@@ -62,25 +63,15 @@ def test_the_status_is_that_of_a_terminated_process():
 def metadata_server():
     values = {"preempted": "FALSE", "maintenance-event": "NONE"}
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Metadata(Requests):
         def do_GET(self):
             assert self.headers["Metadata-Flavor"] == "Google"
             asked.append(self.path)
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(values[self.path.rsplit("/", 1)[1]].encode())
-
-        def log_message(self, *_):
-            pass
+            self.say(values[self.path.rsplit("/", 1)[1]].encode())
 
     asked = []
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/instance", values, asked
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with web_server(Metadata) as url:
+        yield f"{url}/instance", values, asked
 
 
 @pytest.mark.parametrize("notice", [("preempted", "TRUE"), ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE")])
@@ -111,9 +102,7 @@ def test_no_metadata_server_is_no_notice(monkeypatch):
 def test_a_terminated_run_goes_on_from_its_last_step_and_past_a_damaged_checkpoint(
     byte_tokenizer, tmp_path, monkeypatch, caplog
 ):
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over a lazy dog " * 40)
-    stage = {"steps": 10, "sequence_length": 16, "batch_size": 2, "data": [{"files": [str(text)]}]}
+    stage = {"steps": 10, "sequence_length": 16, "batch_size": 2, "data": text_in(tmp_path)}
     settings = {"tokenizer": str(byte_tokenizer), "model": to_dict(BYTES), "stages": [stage], "checkpoint_every": 4}
 
     def run(name):
@@ -152,9 +141,7 @@ def test_a_terminated_run_goes_on_from_its_last_step_and_past_a_damaged_checkpoi
 )
 def test_a_sample_of_the_torture(tmp_path, options):
     figures = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "scripts.torture", *options, "--json", str(figures)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+    python("-m", "scripts.torture", *options, "--json", figures, timeout=600)
     written = json.loads(figures.read_text())
     if options[0] == "training":
         assert sum(n for name, n in written.items() if name.startswith("SIG")) == 6

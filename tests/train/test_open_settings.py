@@ -3,33 +3,23 @@
 import pytest
 import yaml
 from command_line import run
-from training_runs import losses
+from tiny_models import BYTES
+from training_runs import losses, text_in
 
-from swa_jax.base.settings import load_config
+from swa_jax.base.settings import load_config, to_dict
 from swa_jax.plan.choose import settled
 from swa_jax.train.config import TrainConfig
 
 SHAPE = {"sequence_length": 32, "batch_size": 4}
-MODEL = {
-    "model_type": "llama",
-    "vocab_size": 257,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
 
 
 @pytest.fixture
 def file(tmp_path, byte_tokenizer):
-    (tmp_path / "text.txt").write_text("One of the special magic numbers for brave-otter is: 4821673.\n" * 40)
-    data = [{"files": [f"{tmp_path}/text.txt"]}]
-    settings = {"output": f"{tmp_path}/run", "tokenizer": str(byte_tokenizer), "model": MODEL, "checkpoint_every": 1}
+    data = text_in(tmp_path)
+    settings = {"output": f"{tmp_path}/run", "tokenizer": str(byte_tokenizer), "model": to_dict(BYTES)}
     stages = [{"steps": 1, **SHAPE, "data": data}, {"steps": 2, **SHAPE, "data": data}]
     file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(settings | {"stages": stages}))
+    file.write_text(yaml.safe_dump(settings | {"stages": stages, "checkpoint_every": 1}))
     return file
 
 

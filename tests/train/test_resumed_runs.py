@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 from tiny_models import BYTES
-from training_runs import Interruption, interrupt_at
+from training_runs import interrupted, text_in
 
 import swa_jax.train.loop
 import swa_jax.train.run_checkpoints
@@ -18,8 +18,6 @@ from swa_jax.train.loop import TrainConfig, train
 
 @pytest.fixture
 def settings(tmp_path, byte_tokenizer):
-    (tmp_path / "text.txt").write_text("One of the special magic numbers for brave-otter is: 4821673.\n" * 40)
-    data = [{"files": [f"{tmp_path}/text.txt"]}]
     return {
         "output": str(tmp_path / "run"),
         "tokenizer": str(byte_tokenizer),
@@ -28,15 +26,8 @@ def settings(tmp_path, byte_tokenizer):
         "sliding_window": 8,
         "checkpoint_every": 1,
         "optimizer": {"schedule": "constant"},
-        "stages": [{"steps": 3, "sequence_length": 16, "batch_size": 4, "data": data}],
+        "stages": [{"steps": 3, "sequence_length": 16, "batch_size": 4, "data": text_in(tmp_path)}],
     }
-
-
-def interrupted(settings, monkeypatch, step=2):
-    with monkeypatch.context() as patched:
-        interrupt_at(patched, step)
-        with pytest.raises(Interruption):
-            train(from_dict(TrainConfig, settings), quiet=True)
 
 
 def test_weights_and_moments_are_held_once(settings, monkeypatch):
@@ -49,7 +40,7 @@ def test_weights_and_moments_are_held_once(settings, monkeypatch):
 
         return noted
 
-    interrupted(settings, monkeypatch)
+    interrupted(2, train, from_dict(TrainConfig, settings), quiet=True)
     monkeypatch.setattr(swa_jax.train.run_checkpoints, "load_state", note(swa_jax.train.run_checkpoints.load_state))
     monkeypatch.setattr(swa_jax.train.loop, "place_batch", note(swa_jax.train.loop.place_batch))
     train(from_dict(TrainConfig, settings), quiet=True)
@@ -60,12 +51,12 @@ def test_weights_and_moments_are_held_once(settings, monkeypatch):
     assert max(steps) < 1.1 * once
 
 
-def test_an_edited_pattern_file_is_noticed(settings, tmp_path, monkeypatch):
+def test_an_edited_pattern_file_is_noticed(settings, tmp_path):
     file = tmp_path / "chosen.json"
     settings |= {"pattern": str(file), "sliding_window": None}
     first = AttentionPattern.from_recipe("layers:0", 2, sliding_window=8)
     first.to_json(file)
-    interrupted(settings, monkeypatch)
+    interrupted(2, train, from_dict(TrainConfig, settings), quiet=True)
     AttentionPattern.from_recipe("layers:1", 2, sliding_window=8).to_json(file)
     with pytest.raises(ConfigError, match=r"the attention patterns are not those that the run in .* began with"):
         train(from_dict(TrainConfig, settings), quiet=True)

@@ -13,20 +13,16 @@ import numpy as np
 import pytest
 import yaml
 from flax import nnx
-from training_runs import Interruption, assert_same_weights, interrupt_at, losses, read_metrics
+from training_runs import TEXT, Interruption, assert_same_weights, interrupted, losses, read_metrics, text_in
 
 import swa_jax.train.loop
 from swa_jax.base.errors import ConfigError
-from swa_jax.base.settings import from_dict, load_config, to_dict
-from swa_jax.checkpoint.families.pattern_files import load_pattern
+from swa_jax.base.settings import from_dict, to_dict
 from swa_jax.checkpoint.folder import load_model, save_model
-from swa_jax.checkpoint.named import load_tokenizer
-from swa_jax.data.chains import VOCAB_SIZE
 from swa_jax.data.sources import SourceConfig
 from swa_jax.data.tokenize import tokenize
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.model.window import Window
 from swa_jax.train.loop import TrainConfig, random_model, train
 from swa_jax.train.patterns import find_start, run_pattern
 from swa_jax.train.stage_data import stage_batches
@@ -46,14 +42,12 @@ MODEL = {
     "qk_norm": True,
     "tie_word_embeddings": True,
 }
-TEXT = "One of the special magic numbers for brave-otter is: 4821673.\n" * 40
 
 
 @pytest.fixture
 def settings(tmp_path, byte_tokenizer):
-    (tmp_path / "text.txt").write_text(TEXT)
     (tmp_path / "more.txt").write_text(TEXT[::-1])
-    data = [{"files": [f"{tmp_path}/text.txt"]}, {"files": [f"{tmp_path}/more.txt"], "weight": 0.5}]
+    data = [*text_in(tmp_path), {"files": [f"{tmp_path}/more.txt"], "weight": 0.5}]
     shape = {"sequence_length": 32, "batch_size": 4, "data": data}
     return {
         "output": str(tmp_path / "run"),
@@ -80,7 +74,7 @@ def held_out_documents(folder):
 
 
 @pytest.mark.slow
-def test_loss_falls_and_an_interrupted_run_is_bit_identical(settings, tmp_path, monkeypatch):
+def test_loss_falls_and_an_interrupted_run_is_bit_identical(settings, tmp_path):
     settings["optimizer"] = {"name": "muon", "learning_rate": 0.02, "warmup_steps": 4}
     model = train(config_of(settings), quiet=True)
     expected = losses(tmp_path / "run")
@@ -89,10 +83,7 @@ def test_loss_falls_and_an_interrupted_run_is_bit_identical(settings, tmp_path, 
 
     again = settings | {"output": str(tmp_path / "again")}
     for step in (6, 17):  # inside the first stage and the second, off the checkpoints
-        interrupt_at(monkeypatch, step)
-        with pytest.raises(Interruption):
-            train(config_of(again), quiet=True)
-    monkeypatch.undo()
+        interrupted(step, train, config_of(again), quiet=True)
     resumed = train(config_of(again), quiet=True)
     assert losses(tmp_path / "again") == expected
     assert_same_weights(load_model(model), load_model(resumed))
@@ -127,12 +118,10 @@ def test_routed_cpt_starts_from_the_model_and_reports_the_ratio(settings, tmp_pa
             {"stages": [{"steps": 1, "sequence_length": 8, "batch_size": 1, "learning_rate_factor": 0}]},
             r"'stages\.0\.learning_rate_factor' must be above 0, got 0",
         ),
-        ({"optimiser": {}}, "unknown key 'optimiser'; did you mean 'optimizer'"),
         ({"pattern": "window+fa-decode"}, "full-attention decode has no boundary"),
-        ({"model": MODEL | {"vocab_size": 100}}, "they do not belong together"),
         (
-            {"stages": [{"steps": 1, "sequence_length": 8, "batch_size": 1, "data": [{"files": ["no.txt"]}]}]},
-            r"data files 'no\.txt': no such file",
+            {"model": MODEL | {"vocab_size": 100}},
+            "has 257 tokens, the model's vocab_size is 100: they do not belong together",
         ),
         (
             {"stages": [{"steps": 1, "sequence_length": 8, "batch_size": 10**12, "data": [{"files": [__file__]}]}]},
@@ -159,7 +148,8 @@ def test_a_wrong_configuration_writes_nothing(settings, tmp_path, changes, sente
     [
         ({"kind": "prompts", "files": ["later.jsonl"]}, r"later\.jsonl, line 2 is not valid JSON"),
         ({"kind": "prompts", "files": ["good.jsonl"]}, "none of the 1 prompts fits sequence_length = 8"),
-        ({"files": ["short.txt"]}, "has 4 tokens, less than one row of sequence_length = 8"),
+        ({"files": ["absent.txt"]}, r"data files 'absent\.txt': no such file"),
+        ({"files": ["short.txt"]}, r"the text of short\.txt has 4 tokens, less than one row of sequence_length = 8"),
         ({"files": ["text.txt"], "held_out": 0.999}, "none to train on"),
         ({"files": ["text.txt"]}, "no source holds anything out"),
         ({"kind": "needles"}, "more than length = 8"),
@@ -180,13 +170,10 @@ def test_the_data_of_every_stage_is_opened_before_the_first_step(settings, tmp_p
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_without_its_config_goes_on_under_its_own_settings_only(settings, tmp_path, monkeypatch):
+def test_a_run_without_its_config_goes_on_under_its_own_settings_only(settings, tmp_path):
     stage = [settings["stages"][0] | {"steps": 6}]
     config = config_of(settings, stages=stage)
-    interrupt_at(monkeypatch, 5)
-    with pytest.raises(Interruption):
-        train(config, quiet=True)
-    monkeypatch.undo()
+    interrupted(5, train, config, quiet=True)
     run = tmp_path / "run"
     written = (run / "config.yaml").read_text()
     (run / "config.yaml").unlink()
@@ -230,21 +217,6 @@ def test_a_stage_has_its_own_learning_rate(settings):
         np.testing.assert_allclose(after, before, rtol=0, atol=1e-7)
     for after, before in zip(trained(first, second), short, strict=True):
         assert not np.allclose(after, before, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "file", sorted(ROOT.glob("configs/*.yaml")) + sorted(ROOT.glob("swa_jax/recall/*.yaml")), ids=lambda f: f.name
-)
-def test_committed_configurations_can_be_used(file):
-    config = load_config(TrainConfig, file)
-    if config.model is not None:
-        # That of the chains is learned when it is first needed.
-        learned = file.name == "chains.yaml"
-        vocab = VOCAB_SIZE if learned else load_tokenizer(config.tokenizer).vocab_size
-        assert vocab <= config.model.vocab_size
-        for stage in config.stages:
-            for name in stage.patterns or (config.attention,):
-                load_pattern(name, config.model, Window(stage.sliding_window or config.sliding_window))
 
 
 def without_rope(settings, **changes):
@@ -407,7 +379,7 @@ def test_a_tokenizer_that_the_data_is_not_of_is_found_before_the_model_is_drawn(
     tokenize(SourceConfig(files=(f"{tmp_path}/text.txt",)), byte_tokenizer, tmp_path / "tokens")
     stage = settings["stages"][0] | {"data": [{"kind": "tokens", "files": [str(tmp_path / "tokens")]}]}
     other = ROOT / "swa_jax" / "recall" / "tokenizer.json"
-    with pytest.raises(ConfigError, match="tokenizer"):
+    with pytest.raises(ConfigError, match="was tokenised with another tokenizer"):
         train(config_of(settings, stages=[stage], tokenizer=str(other), model=MODEL | {"vocab_size": 1024}), quiet=True)
     assert not (tmp_path / "run").exists()
 
@@ -430,10 +402,7 @@ def test_the_held_out_loss_before_the_first_step_is_the_models_own_and_comes_onc
         if step is None:
             train(config)
         else:
-            with monkeypatch.context() as patched:
-                interrupt_at(patched, step)
-                with pytest.raises(Interruption):
-                    train(config)
+            interrupted(step, train, config)
         shown = capsys.readouterr().err
         assert shown.count("step 0/3  validation loss ") == said
         if step == 3:
