@@ -55,7 +55,8 @@ def attention(
     """Attention of the queries q over the keys k and values v. It can be differentiated in reverse mode.
 
     Args:
-      q: [B, T, H, D] floating.
+      q: [B, T, H, D] floating, of 16 bits or more. If devices hold parts of it, kernels are called inside
+        `jax.shard_map`, with check_vma=False.
       k, v: [B, S, K, D] of q's dtype; H is a multiple of K, and query head h reads KV head h // (H / K).
       spec: the window, the sink tokens and the activation; see `AttentionSpec`.
       alibi_slopes: [H] floating, without a gradient. `slope * (query position - key position)` joins the logits after
@@ -282,6 +283,11 @@ def _backend(op: Op, q, k, spec, given: frozenset[str], implementation, inferenc
     if fallback is not None:
         _log.info("%s on %s: implementation %r is used, because %s", op, device.platform, name, fallback)
     _log.debug("%s: %s takes %s", op, name, request)
+    if name in ("tpu", "triton") and any(split := jax.typeof(q).sharding.spec):
+        raise ValueError(
+            f"q is split over devices as {split}, but kernels compute what one device holds; call {op} inside "
+            "jax.shard_map, with check_vma=False."
+        )
     if name == "triton":
         from pallas_kernels import gpu  # late, for JAX may have dropped its lowering
 
