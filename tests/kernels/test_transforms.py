@@ -159,6 +159,14 @@ def test_decoding_in_shard_map(name):
     run_on_eight_devices("sharded_decode", name)
 
 
+@pytest.mark.parametrize("implementation", ["tpu", "triton"])
+def test_decoding_by_kernels_has_no_gradient_and_says_so(implementation):
+    q, k, v = drawn()
+    decode = functools.partial(decode_attention, spec=CALL.spec, lengths=jnp.full(len(q), 9))
+    with pytest.raises(NotImplementedError, match="decode_attention has no gradient where a kernel computes it; call"):
+        jax.eval_shape(jax.grad(lambda k: decode(q[:, :1], k, v, implementation=implementation).sum()), k)
+
+
 def test_keys_of_devices_that_jit_closes_over():
     """A mesh of `jax.make_mesh` has explicit axes, unless told otherwise."""
     with jax.set_mesh(jax.make_mesh((1,), ("x",))):
