@@ -55,7 +55,7 @@ def from_dict[T](cls: type[T], data: Mapping[str, Any], path: str = "") -> T:
 
 def check_choices(config: Any) -> None:
     """Raise `ConfigError` where a field of a dataclass is none of the words that its type lists."""
-    for name, hint in _type_hints(type(config)).items():
+    for name, hint in _type_hints(type(config)).items():  # type: ignore[arg-type]
         if typing.get_origin(hint) is Literal:
             _convert(hint, getattr(config, name), name)
 

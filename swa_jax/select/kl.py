@@ -67,7 +67,7 @@ def kl_scores(
     batches = list(answer_batches(examples, batch_size, window))
     sums, done = np.zeros(len(masks)), 0
     for index, batch in batches:
-        count_pass(batch.tokens, 1 + len(masks))
+        count_pass(batch.tokens, 1 + len(masks), logits=2 * len(masks) * batch.labels.size)
         everything = _features(graph, weights, batch, data_of(np.ones((layers, heads), bool)))
         for i, full in enumerate(masks):
             kl = _kl(graph, weights, batch, data_of(full), everything)
