@@ -4,7 +4,9 @@
 missing; nothing falls back silently.
 """
 
+import functools
 import logging
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal, Unpack
 
@@ -55,7 +57,8 @@ def attention(
     """Attention of the queries q over the keys k and values v. It can be differentiated in reverse mode.
 
     Args:
-      q: [B, T, H, D] floating.
+      q: [B, T, H, D] floating, of 16 bits or more. If devices hold parts of it, kernels are called inside
+        `jax.shard_map`, with check_vma=False.
       k, v: [B, S, K, D] of q's dtype; H is a multiple of K, and query head h reads KV head h // (H / K).
       spec: the window, the sink tokens and the activation; see `AttentionSpec`.
       alibi_slopes: [H] floating, without a gradient. `slope * (query position - key position)` joins the logits after
@@ -146,7 +149,12 @@ def routed_attention(
     where = coordinates(q.shape[1], kv_length, **packing._asdict())
     k, v, where, sharing = _of_all_devices(ring, k, v, where, backend)
     if inference:
-        q, k, v, gate = _only_forward((q, k, v, gate))
+        q, k, v, gate = _only_forward(
+            "routed_attention with inference=True cannot be differentiated, because it leaves out what the gate's "
+            "gradient needs; call it with inference=False.",
+            lambda *arrays: arrays,
+            *(q, k, v, gate),
+        )
     q, per_head = _scaled(q, per_head, backend)
     q, rotating = _rotated(q, rotation, backend)
     out, disagreement = backend.routed_attention(
@@ -170,6 +178,8 @@ def decode_attention(
     **options: Unpack[PerHeadOptions],
 ) -> jax.Array:
     """Attention of the newest tokens of each sequence over its cache, which already holds their keys and values.
+
+    On a TPU and on a GPU it cannot be differentiated.
 
     All other keywords are those of `attention`, but segment ids and the queries' positions.
 
@@ -213,7 +223,18 @@ def decode_attention(
     where = coordinates(q_length, kv_length, **packing._asdict())
     backend = _backend("decode_attention", q, k_cache, spec, given_options(per_head, packing), implementation)
     q, per_head = _scaled(q, per_head, backend)
-    return backend.decode_attention(q, k_cache, v_cache, spec, where, per_head).astype(q.dtype)
+
+    def decode(q, k_cache, v_cache, where, per_head):
+        return backend.decode_attention(q, k_cache, v_cache, spec, where, per_head).astype(q.dtype)
+
+    if backend in (xla, reference):
+        return decode(q, k_cache, v_cache, where, per_head)
+    return _only_forward(
+        "decode_attention has no gradient where a kernel computes it; call attention with q_positions and "
+        "kv_positions.",
+        decode,
+        *(q, k_cache, v_cache, where, per_head),
+    )
 
 
 def _packing_of_cache(q_length: int, kv_length: int, lengths, starts, kv_positions) -> Packing:
@@ -282,6 +303,11 @@ def _backend(op: Op, q, k, spec, given: frozenset[str], implementation, inferenc
     if fallback is not None:
         _log.info("%s on %s: implementation %r is used, because %s", op, device.platform, name, fallback)
     _log.debug("%s: %s takes %s", op, name, request)
+    if name in ("tpu", "triton") and any(split := jax.typeof(q).sharding.spec):
+        raise ValueError(
+            f"q is split over devices as {split}, but kernels compute what one device holds; call {op} inside "
+            "jax.shard_map, with check_vma=False."
+        )
     if name == "triton":
         from pallas_kernels import gpu  # late, for JAX may have dropped its lowering
 
@@ -316,19 +342,17 @@ def _rotated(q: jax.Array, rotation: Rotation | None, backend: ModuleType) -> tu
     return (q, {"rotation": rotation}) if backend is tpu else (rotate(q, rotation), {})
 
 
-@jax.custom_vjp
-def _only_forward(arrays):
-    return arrays
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _only_forward(refusal: str, function: Callable, *arrays):
+    """`function` of the arrays, and the refusal where it is differentiated."""
+    return function(*arrays)
 
 
-def _refuse_backward(*_):
-    raise NotImplementedError(
-        "routed_attention with inference=True cannot be differentiated, because it leaves out what the gate's gradient "
-        "needs; call it with inference=False."
-    )
+def _refuse_backward(refusal: str, *_):
+    raise NotImplementedError(refusal)
 
 
-_only_forward.defvjp(lambda arrays: (arrays, None), _refuse_backward)
+_only_forward.defvjp(lambda _, function, *arrays: (function(*arrays), None), _refuse_backward)
 
 
 def _nan_where_unassigned(out: jax.Array, where: Coordinates, full_from) -> jax.Array:

@@ -58,16 +58,22 @@ _BY_GENERATION = {
 }
 
 
+def _device() -> Any:
+    """The device that the current trace is for: that of the mesh, else the default one."""
+    if (abstract := jax.sharding.get_abstract_mesh().abstract_device) is not None:
+        return abstract
+    default = jax.config.jax_default_device
+    return jax.devices(default)[0] if default is None or isinstance(default, str) else default
+
+
 def device_kind() -> str:
     """The kind of device that the current trace is for."""
-    abstract = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.devices()[0].device_kind if abstract is None else abstract.device_kind
+    return _device().device_kind
 
 
 def platform() -> str:
     """ "tpu", "gpu" or "cpu": what the current trace is for."""
-    abstract = jax.sharding.get_abstract_mesh().abstract_device
-    name = jax.default_backend() if abstract is None else abstract.platform
+    name = _device().platform
     return "gpu" if name in ("cuda", "rocm") else name
 
 

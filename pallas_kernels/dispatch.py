@@ -7,6 +7,8 @@ The public functions call what `choose` says, and that runs the launches which a
 import logging
 from typing import Literal, get_args
 
+import jax
+
 from pallas_kernels import cudnn, xla
 from pallas_kernels.blocks import device_kind, platform
 from pallas_kernels.math.schedule import Kind
@@ -55,6 +57,8 @@ def missing(name: str, request: Request) -> str | None:
         return cudnn.missing(request)
     if name == "tpu" and request.dtype not in _TPU_DTYPES:
         return f"it takes float32 and bfloat16, but q is {request.dtype}."
+    if name in ("tpu", "triton") and jax.config.jax_enable_x64:
+        return "its kernels count in 32 bits, but jax_enable_x64 is on."
     if name != "triton":
         return None
     device = request.device

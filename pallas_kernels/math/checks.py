@@ -13,8 +13,8 @@ def check_qkv(q, k, v, names: tuple[str, str, str]) -> None:
             raise ValueError(f"{name} is a {type(array).__name__}; it must be an array [{axes}].")
         if array.ndim != 4:
             raise ValueError(f"{name} has shape {array.shape}; it must have four axes [{axes}].")
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(f"{name} is {array.dtype}; it must be floating-point.")
+        if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
+            raise ValueError(f"{name} is {array.dtype}; it must be floating-point, of 16 bits or more.")
         if array.dtype != q.dtype:
             raise ValueError(f"{name} is {array.dtype} but {names[0]} is {q.dtype}; q, k and v must share one dtype.")
         if 0 in array.shape:

@@ -33,7 +33,7 @@ def is_finite(x: jax.Array) -> jax.Array:
 
 def finite(x: jax.Array) -> jax.Array:
     """x with zeros where it is not finite."""
-    return jnp.where(is_finite(x), x, jnp.zeros_like(x))
+    return jnp.where(is_finite(x), x, 0)
 
 
 def nan_marks(*arrays: jax.Array) -> jax.Array:

@@ -93,8 +93,9 @@ def join_sinks(out, lse, sink_logits):
         return out, lse
     sink_logits = sink_logits.astype(lse.dtype)
     sees_any = lse != -jnp.inf  # true for NaN, which is not to be hidden
-    joined = jnp.logaddexp(jnp.where(sees_any, lse, 0), sink_logits)
-    return out * jax.nn.sigmoid(lse - sink_logits)[..., None], jnp.where(sees_any, joined, -jnp.inf)
+    shown = jnp.where(sees_any, lse, 0)  # a sink logit may be -inf too, and their difference NaN
+    joined = jnp.logaddexp(shown, sink_logits)
+    return out * jax.nn.sigmoid(shown - sink_logits)[..., None], jnp.where(sees_any, joined, -jnp.inf)
 
 
 def front(member: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -72,9 +72,13 @@ class AttentionSpec:
         for name in ("logit_softcap", "scale"):
             value = getattr(self, name)
             if value is not None:
-                if not 0 < float(value) < float("inf"):
+                try:
+                    number = float(value)
+                except (TypeError, ValueError):  # a traced number too
+                    number = 0.0
+                if not 0 < number < float("inf"):
                     raise ArgumentError(f"{name} is {value!r}; it must be a positive finite number or None.")
-                object.__setattr__(self, name, float(value))
+                object.__setattr__(self, name, number)
         for name in ("causal", "chunked"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} is {getattr(self, name)!r}; it must be True or False.")
@@ -114,7 +118,8 @@ class AttentionSpec:
 
         The keyword arguments are those of `pallas_kernels.attention`. The mask of a full head is that of `full`.
         """
-        return dense_mask(self, coordinates(q_length, q_length if kv_length is None else kv_length, **packing))
+        (given,) = with_keywords(packing, Packing())
+        return dense_mask(self, coordinates(q_length, q_length if kv_length is None else kv_length, **given._asdict()))
 
 
 def _integer(name: str, value, at_least: int) -> int:
@@ -122,9 +127,9 @@ def _integer(name: str, value, at_least: int) -> int:
         number = operator.index(value)
     except TypeError:
         number = None
-    if number is None or isinstance(value, bool) or number < at_least:
+    if number is None or isinstance(value, bool) or not at_least <= number <= NEVER:
         none = " or None" if name == "window" else ""
-        raise ArgumentError(f"{name} is {value!r}; it must be an integer >= {at_least}{none}.")
+        raise ArgumentError(f"{name} is {value!r}; it must be an integer from {at_least} to {NEVER}{none}.")
     return number
 
 

@@ -21,7 +21,7 @@ from swa_jax.checkpoint.readings import readings_of
 from swa_jax.model.attention import layer_data
 from swa_jax.model.block import Block, Stream
 from swa_jax.model.decoder import Decoder
-from swa_jax.model.flops import attention_flops, matrix_parameters
+from swa_jax.model.flops import attention_flops, matrix_parameters, output_flops
 from swa_jax.model.layer_stacks import layer_stacks
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
@@ -147,7 +147,7 @@ def estimate(job: Adaptation, clock: Clock, effort: Effort | None = None) -> dic
 def operations(job: Adaptation) -> Clock:
     """Of an example in a layer of each kind, and of a label."""
     config, length = job.source.config, job.length
-    head = 2.0 * config.hidden_size * config.vocab_size
+    head = output_flops(config)
     matrices = (2.0 * matrix_parameters(config) - head) * length / config.num_hidden_layers
     window = AttentionPattern.everywhere(WINDOW, config, job.space.start.window.size)
     full = AttentionPattern.everywhere(FULL, config)

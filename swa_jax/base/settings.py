@@ -53,6 +53,13 @@ def from_dict[T](cls: type[T], data: Mapping[str, Any], path: str = "") -> T:
     return cls(**{key: _convert(hints[key], value, _join(path, key)) for key, value in data.items()})
 
 
+def check_choices(config: Any) -> None:
+    """Raise `ConfigError` where a field of a dataclass is none of the words that its type lists."""
+    for name, hint in _type_hints(type(config)).items():  # type: ignore[arg-type]
+        if typing.get_origin(hint) is Literal:
+            _convert(hint, getattr(config, name), name)
+
+
 @functools.cache  # servers' classes are tried one by one, and read thousands of small configurations
 def _type_hints(cls: Any) -> dict[str, Any]:
     return typing.get_type_hints(cls)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from swa_jax.base.errors import ConfigError
-from swa_jax.base.settings import nearest
+from swa_jax.base.settings import check_choices, nearest
 from swa_jax.model.rope_scaling import RopeScaling as RopeScaling
 from swa_jax.model.rope_scaling import check_bounds as _check_bounds
 
@@ -197,6 +197,7 @@ class ModelConfig:
     router_bias_init: float = 0.0
 
     def __post_init__(self) -> None:
+        check_choices(self)
         for name in (
             "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta",

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from pallas_kernels.math.checks import check_array
 from pallas_kernels.math.spec import segment_positions
 from swa_jax.base.errors import ConfigError
 from swa_jax.model.attention import AttentionContext, LayerData, MadeKeys, Routing, layer_data, model_spec
@@ -103,6 +104,9 @@ class Decoder(nnx.Module):
         if not isinstance(tokens, jax.core.Tracer):
             self.config.check_tokens(tokens, "tokens", batch=True)
         tokens = jnp.asarray(tokens)
+        for name, array in (("segment_ids", segment_ids), ("positions", positions)):
+            check_array(name, array, dict(zip("BT", tokens.shape, strict=True)), jnp.integer)
+        positions = None if positions is None else jnp.asarray(positions)
         return self.logits(self.features(tokens, segment_ids, positions, full_from)[0])
 
     def features(

@@ -118,8 +118,13 @@ def some_positions(length: int) -> list[int]:
     return [*(4**i for i in range(length.bit_length()) if 4**i < length), length]
 
 
+def output_flops(config: ModelConfig) -> float:
+    """Forward operations of a token's logits."""
+    return 2.0 * config.hidden_size * config.vocab_size
+
+
 def forward_flops(config: ModelConfig, keys: float) -> float:
-    """Forward operations of a token that reads `keys` keys in a layer, the mean over the layers."""
+    """Forward operations of a token that reads `keys` keys in a layer, the mean over the layers; its logits too."""
     return 2.0 * matrix_parameters(config) + 4.0 * sum(_query_channels(config)) * keys
 
 

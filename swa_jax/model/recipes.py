@@ -89,7 +89,7 @@ def _full_layers(recipe: str, name: str, layers: Sequence[int], seed: int) -> tu
     if match := re.fullmatch(r"layers:(\d+(?:,\d+)*)", name):
         return [int(i) for i in match[1].split(",")], WINDOW
     if match := re.fullmatch(r"static-hybrid-1:(\d+)", name):
-        return everything[int(match[1]) :: int(match[1]) + 1], WINDOW
+        return _every(recipe, everything, int(match[1]), int(match[1]) + 1), WINDOW
     if match := re.fullmatch(r"(interleave|begin-middle-end|random)-1-in-(\d+)(?:@(\d+))?", name):
         kind, n = match[1], int(match[2])
         if n < 1:
@@ -97,7 +97,7 @@ def _full_layers(recipe: str, name: str, layers: Sequence[int], seed: int) -> tu
         if match[3] and (kind != "interleave" or int(match[3]) >= n):
             raise ConfigError(f"recipe '{recipe}': the offset after @ must be below n, and is for interleave only")
         if kind == "interleave":
-            return everything[int(match[3]) if match[3] else n - 1 :: n], WINDOW
+            return _every(recipe, everything, int(match[3]) if match[3] else n - 1, n), WINDOW
         budget = max(1, num_layers // n)  # as many as interleaving keeps
         if kind == "random":
             return sorted(np.random.default_rng(seed).choice(everything, budget, replace=False).tolist()), WINDOW
@@ -112,6 +112,14 @@ def _full_layers(recipe: str, name: str, layers: Sequence[int], seed: int) -> tu
         raise ConfigError(f"recipe '{recipe}' is incomplete: write it as in '{_example(base)}'")
     known = [*map(_example, BASES), *SWAA_ROWS, *PUBLISHED]
     raise ConfigError(f"'{recipe:.100}' is neither a recipe nor a .json file{nearest(name, known)}")
+
+
+def _every(recipe: str, layers: list[int], first: int, step: int) -> list[int]:
+    if first >= len(layers):
+        raise ConfigError(
+            f"recipe '{recipe}' leaves none of {len(layers)} layers full: name it 'window', or lower its N"
+        )
+    return layers[first::step]
 
 
 def _example(base: str) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Literal
 
 from swa_jax.base.errors import ConfigError
+from swa_jax.base.settings import check_choices
 
 _BOUNDS = {
     "factor": (1, 1e4),
@@ -57,6 +58,7 @@ class RopeScaling:
     partial_rotary_factor: float = 1.0  # proportional: the share of frequencies, from the highest on, that are not 0
 
     def __post_init__(self) -> None:
+        check_choices(self)
         check_bounds(self, _BOUNDS, "rope_scaling.")
         if self.rope_type == "llama3" and not self.low_freq_factor < self.high_freq_factor:
             raise ConfigError(

@@ -91,7 +91,7 @@ class MaskEvaluator:
         if key not in self._asked:  # what the file knows is work too: of the run that wrote it
             self._asked.add(key)
             for _, batch in self._batches:
-                count_pass(batch.tokens)
+                count_pass(batch.tokens, logits=batch.labels.size)
         if key not in self._known.records:
             self._known.add(key, score=self._evaluate(full))
         return Score(*self._known.records[key]["score"])
@@ -111,7 +111,7 @@ class MaskEvaluator:
         """How fast the answers' loss falls as each head that is not full is opened: [L, K] f64, nats a token."""
         whole = single_heads(full, self.heads_in)
         for _, batch in self._batches:
-            count_pass(batch.tokens, back=1)
+            count_pass(batch.tokens, back=1, logits=3 * batch.labels.size)
         found = gate_gradient(self._graph, self._weights, self._batches, whole) / self.num_examples
         return found.reshape(*full.shape, self.heads_in).sum(-1)
 

@@ -81,7 +81,7 @@ def gate_logits(
         key = jax.random.fold_in(jax.random.key(seed), step)
         index, batch = batches[step % len(batches)]
         counts = real_rows(index, batch) * len(batches) / len(examples)  # each example once in a round, in any batches
-        count_pass(batch.tokens, back=1)
+        count_pass(batch.tokens, back=1, logits=3 * batch.labels.size)
         gradient, excess = _gradient(logits, graph, weights, batch, counts, full_share, multiplier, key)
         multiplier += excess
         updates, state = optimizer.update(gradient, state)

@@ -22,6 +22,7 @@ from swa_jax.evaluate.nll import AnswerBatch, answer_batches
 from swa_jax.model.attention import LayerData, layer_data
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import HYBRID
+from swa_jax.model.loss import TeacherStates
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
 from swa_jax.select.work import count_pass
@@ -66,7 +67,7 @@ def kl_scores(
     batches = list(answer_batches(examples, batch_size, window))
     sums, done = np.zeros(len(masks)), 0
     for index, batch in batches:
-        count_pass(batch.tokens, 1 + len(masks))
+        count_pass(batch.tokens, 1 + len(masks), logits=2 * len(masks) * batch.labels.size)
         everything = _features(graph, weights, batch, data_of(np.ones((layers, heads), bool)))
         for i, full in enumerate(masks):
             kl = _kl(graph, weights, batch, data_of(full), everything)
@@ -91,6 +92,7 @@ def _kl(graph: Any, weights: nnx.State, batch: AnswerBatch, data: LayerData, eve
     """The mean KL of each example's answer tokens to what `everything` [B, A, d] predicts: [B] f32."""
     model: Decoder = nnx.merge(graph, weights)
     hidden = _features(graph, weights, batch, data)
-    full, other = (jax.nn.log_softmax(model.logits(x)) for x in (everything, hidden))  # [B, A, V]
-    kl = (jnp.exp(full) * (full - other)).sum(-1)
-    return (kl * batch.weights).sum(1) / batch.weights.sum(1)
+    said = TeacherStates(everything, model.head(), batch.weights, 1.0)  # whose logits exist for a chunk at a time
+    kl = model.token_loss(hidden, batch.labels, batch.weights, teacher=said).divergence
+    assert kl is not None  # there is a teacher
+    return kl.sum(1) / batch.weights.sum(1)

@@ -201,7 +201,8 @@ class LayerScorer:
                 progress(int(done[1]), total)
 
         for index, batch, short in self._batches:
-            count_pass(batch.tokens, self._passes([] if short else rest))  # what the file knows is work too
+            toggled = [] if short else rest  # what the file knows is work too
+            count_pass(batch.tokens, self._passes(toggled), logits=(1 + len(toggled)) * batch.labels.size)
             if not all(self._known(chosen, i, rest) for i in index):
                 rows = self._rows(batch, short, chosen, rest, functools.partial(report, len(index)))
                 for i, row in zip(index, rows, strict=False):
@@ -221,7 +222,7 @@ class LayerScorer:
         key = f"gradient:{','.join(map(str, chosen))}"
         long = [(index, batch) for index, batch, short in self._batches if not short]
         for _, batch in long:
-            count_pass(batch.tokens, back=1)
+            count_pass(batch.tokens, back=1, logits=3 * batch.labels.size)
         if key not in self._store.records:
             full = np.zeros((self.layers, self._config.most_kv_heads), bool)
             full[list(chosen)] = True

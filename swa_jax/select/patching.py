@@ -67,7 +67,8 @@ def patching_scores(
     for index, batch in batches:
         counted = real_rows(index, batch)
         clean = _full_heads(graph, weights, batch)
-        count_pass(batch.tokens, 2 if by_gradient else 2 + total.size, back=by_gradient)
+        made, scored = (2, 3) if by_gradient else (2 + total.size, 1 + total.size)
+        count_pass(batch.tokens, made, back=by_gradient, logits=scored * batch.labels.size)
         if by_gradient:
             total -= np.asarray(_slope(np.zeros(shape, np.float32), graph, weights, batch, counted, clean), np.float64)
             advance()

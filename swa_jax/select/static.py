@@ -96,7 +96,8 @@ def static_scores(
     batches = list(answer_batches(examples, batch_size))
     by_batch, tokens = [], 0
     for done, (index, batch) in enumerate(batches):
-        count_pass(batch.tokens, back=method == "fisher")
+        of_loss = method == "fisher"
+        count_pass(batch.tokens, back=of_loss, logits=3 * of_loss * batch.labels.size)
         if method == "fisher":
             values = fisher_masses(graph, weights, batch, window.keys)
         else:

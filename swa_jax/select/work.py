@@ -11,23 +11,26 @@ from contextvars import ContextVar
 import jax
 
 from swa_jax.model.config import ModelConfig
-from swa_jax.model.flops import forward_flops
+from swa_jax.model.flops import forward_flops, output_flops
 
 
 @dataclasses.dataclass
 class Work:
-    """What was counted: tokens forward and, for gradients, back, keys that the forward ones read, and seconds."""
+    """What was counted: tokens forward and, for gradients, back, keys that the forward ones read, seconds, and tokens
+    whose logits were computed, twice more where gradients went through them."""
 
     tokens: float = 0
     back: float = 0
     keys: float = 0
+    logits: float = 0
     seconds: float = 0
 
     def flops(self, config: ModelConfig) -> float:
         """Operations with full attention; the way back is twice the way forward, and recomputation does not count."""
         if not self.tokens:
             return 0.0
-        return forward_flops(config, self.keys / self.tokens) * (self.tokens + 2 * self.back)
+        layers = forward_flops(config, self.keys / self.tokens) - output_flops(config)
+        return layers * (self.tokens + 2 * self.back) + output_flops(config) * self.logits
 
 
 _COUNTED: ContextVar[tuple[Work, ...]] = ContextVar("counted", default=())
@@ -45,10 +48,14 @@ def counted() -> Iterator[Work]:
         work.seconds = time.monotonic() - begin
 
 
-def count_pass(tokens: jax.Array, passes: float = 1, *, back: float = 0) -> None:
-    """Count passes over `tokens` [B, T], and gradients through them; what stands in a part of the layers is a part."""
+def count_pass(tokens: jax.Array, passes: float = 1, *, back: float = 0, logits: float = 0) -> None:
+    """Count passes over `tokens` [B, T], and gradients through them; what stands in a part of the layers is a part.
+
+    `logits`: of so many tokens in all, each three times if gradients go through them.
+    """
     rows, length = tokens.shape
     for work in _COUNTED.get():
         work.tokens += passes * rows * length
         work.back += back * rows * length
         work.keys += passes * rows * length * (length + 1) / 2
+        work.logits += logits

@@ -27,6 +27,7 @@ def call(**changes):
         ({"q": Q[0]}, r"q has shape \(12, 6, 8\); it must have four axes \[B, T, H, D\]"),
         ({"k": K[..., 0]}, r"k has shape .*; it must have four axes \[B, S, K, D\]"),
         ({"q": Q.astype(int)}, "q is int32; it must be floating-point"),
+        ({x: K.astype(jnp.float8_e4m3fn) for x in "qkv"}, "q is float8_e4m3fn; it must be floating-point, of 16 bits"),
         ({"v": K.astype(jnp.bfloat16)}, "v is bfloat16 but q is float32; q, k and v must share one dtype"),
         ({"v": K[:, :5]}, r"v has shape \(2, 5, 3, 8\) but k has \(2, 12, 3, 8\)"),
         ({"q": Q[:1]}, r"k has 2 on axis 0 \(batch\) but q has 1"),
@@ -108,6 +109,20 @@ def test_an_unknown_keyword_is_refused_with_the_nearest_one():
         call(sink_logit=jnp.ones(6))
     with pytest.raises(TypeError, match="q_segment_ids is no keyword of this function"):
         decode_attention(Q[:, :1], K, K, WINDOW, lengths=jnp.array([3, 4]), q_segment_ids=IDS[:, :1])
+    with pytest.raises(TypeError, match=r"q_segment_id is no keyword .*; did you mean q_segment_ids\?"):
+        WINDOW.mask(12, q_segment_id=IDS)
+
+
+@pytest.mark.parametrize("implementation", ["tpu", "triton"])
+def test_arrays_that_devices_share_are_refused_outside_of_shard_map(implementation):
+    """A mesh of `jax.make_mesh` has explicit axes, unless told otherwise."""
+    with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+        q, k = (jax.device_put(x, jax.P("x")) for x in (Q, K))
+        run = functools.partial(call, implementation=implementation)
+        with pytest.raises(ValueError, match=r"q is split over devices as P.*'x'.*; call attention inside"):
+            jax.eval_shape(lambda q, k: run(q=q, k=k, v=k), q, k)
+        specs = {"in_specs": jax.P("x"), "out_specs": jax.P("x"), "check_vma": False}
+        jax.eval_shape(jax.shard_map(lambda q, k: run(q=q, k=k, v=k), **specs), q, k)
 
 
 def test_options_come_as_values_or_as_keywords():

@@ -2,7 +2,9 @@
 
 import itertools
 import json
+from types import SimpleNamespace
 
+import jax
 import pytest
 
 from pallas_kernels import blocks, gpu
@@ -148,3 +150,13 @@ def test_a_missing_table_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("PALLAS_KERNELS_TILES", str(tmp_path / "none.json"))
     with pytest.raises(ValueError, match=r"none.json is no table of tiles: .*No such file"):
         table_rows("tpu")
+
+
+def test_the_device_is_the_default_one(monkeypatch):
+    """A CPU may be asked for beside a GPU."""
+    cpu, h200 = jax.devices("cpu")[0], SimpleNamespace(platform="cuda", device_kind="NVIDIA H200")
+    monkeypatch.setattr(jax, "devices", lambda platform=None: [cpu if platform == "cpu" else h200])
+    assert (blocks.platform(), blocks.device_kind()) == ("gpu", "NVIDIA H200")
+    for default in ("cpu", cpu):
+        with jax.default_device(default):
+            assert (blocks.platform(), blocks.device_kind()) == ("cpu", cpu.device_kind)

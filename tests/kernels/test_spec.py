@@ -266,14 +266,16 @@ def test_spec_is_hashable_and_equal_by_value():
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"window": 0}, "window is 0; it must be an integer >= 1 or None"),
+        ({"window": 0}, "window is 0; it must be an integer from 1 to 2147483647 or None"),
         ({"window": 2.5}, "window is 2.5; it must be an integer"),
         ({"window": True}, "window is True; it must be an integer"),
-        ({"num_sink_tokens": -1}, "num_sink_tokens is -1; it must be an integer >= 0"),
+        ({"window": 2**31}, "window is 2147483648; it must be an integer from 1 to 2147483647 or None"),
+        ({"num_sink_tokens": -1}, "num_sink_tokens is -1; it must be an integer from 0 to"),
         ({"num_sink_tokens": None}, "num_sink_tokens is None"),
         ({"activation": "relu"}, "activation is 'relu'; it must be 'softmax' or 'sigmoid'"),
         ({"logit_softcap": 0}, "logit_softcap is 0; it must be a positive finite number or None"),
         ({"scale": float("nan")}, "scale is nan"),
+        ({"scale": "auto"}, "scale is 'auto'; it must be a positive finite number or None"),
         ({"causal": 1}, "causal is 1; it must be True or False"),
         ({"chunked": 1, "window": 4}, "chunked is 1; it must be True or False"),
         ({"chunked": True}, "chunked is True, but window is None; it must be the length of a chunk"),

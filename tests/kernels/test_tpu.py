@@ -118,6 +118,22 @@ def test_float64_is_refused_by_name():
             attention(q, q, q, AttentionSpec(), implementation="tpu")
 
 
+@pytest.mark.parametrize("implementation", ["tpu", "triton"])
+def test_kernels_count_in_32_bits(implementation):
+    with jax.enable_x64(True):
+        q = jnp.zeros((1, 4, 1, 8), jnp.float32)
+        with pytest.raises(NotImplementedError, match=r"kernels count in 32 bits, but jax_enable_x64 is on"):
+            attention(q, q, q, AttentionSpec(), implementation=implementation)
+
+
+@pytest.mark.parametrize(
+    ("length", "spec"), [(40, AttentionSpec(4, 1)), pytest.param(96, AttentionSpec(40, 2), marks=pytest.mark.slow)]
+)
+def test_a_short_row_whose_tiles_are_no_multiples_of_each_other(length, spec):
+    rows = ((1,) * 25 + (2,) * (length - 25),)
+    assert_matches_reference(Call(spec, (), rows, 1, length, length, 2, 1), Implementation("tpu"))
+
+
 WALKED = {
     "full": Call(AttentionSpec()),
     "long-window": Call(AttentionSpec(21)),

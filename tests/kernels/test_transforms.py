@@ -139,3 +139,20 @@ def test_shard_map(name):
 @pytest.mark.parametrize("name", ["tpu", "xla", "triton"])
 def test_decoding_in_shard_map(name):
     python("-W", "error", "-m", "tests.kernels.sharded_decode", name, **EIGHT_DEVICES)
+
+
+@pytest.mark.parametrize("implementation", ["tpu", "triton"])
+def test_decoding_by_kernels_has_no_gradient_and_says_so(implementation):
+    q, k, v = drawn()
+    decode = functools.partial(decode_attention, spec=CALL.spec, lengths=jnp.full(len(q), 9))
+    with pytest.raises(NotImplementedError, match="decode_attention has no gradient where a kernel computes it; call"):
+        jax.eval_shape(jax.grad(lambda k: decode(q[:, :1], k, v, implementation=implementation).sum()), k)
+
+
+def test_keys_of_devices_that_jit_closes_over():
+    """A mesh of `jax.make_mesh` has explicit axes, unless told otherwise."""
+    with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+        q, k, v = (jax.device_put(x, jax.P("x")) for x in drawn())
+        jax.eval_shape(jax.grad(lambda q: attention(q, k, v, CALL.spec, implementation="xla").sum()), q)
+        decode = functools.partial(decode_attention, spec=CALL.spec, lengths=jnp.full(len(q), 3), implementation="xla")
+        jax.eval_shape(lambda q: decode(q[:, :1], k, v), q)

@@ -22,6 +22,7 @@ from .suite import (
     gates,
     quick_jit,
     with_default_blocks,
+    with_gradients,
 )
 from .tolerances import assert_close
 
@@ -157,6 +158,22 @@ def test_rows_that_see_nothing_are_zero_with_zero_gradients(implementation):
     for name in "qkv":
         assert (np.asarray(gradients[name])[1] == 0).all()
         assert np.isfinite(gradients[name]).all()
+
+
+@every_implementation
+def test_heads_whose_sink_logit_is_minus_infinity_have_none(implementation):
+    """In rows that see nothing, too."""
+    learned, fixed = Call(WINDOW, ("sink_logits",), segments(ONE_ROW_EMPTY)).draw()
+    learned["sink_logits"][::2] = -np.inf
+
+    def run(name):
+        return with_gradients(
+            lambda learned: attention(spec=WINDOW, **learned, **fixed, return_lse=True, implementation=name)
+        )(learned)
+
+    (values, gradients), expected = run(implementation.name), run("reference")
+    assert_close(values, expected[0], "float32")
+    assert_close(gradients, expected[1], "float32", gradient=True)
 
 
 @every_implementation

@@ -354,6 +354,11 @@ def test_tokens_and_patterns_as_a_user_may_write_them():
         model([5, 6])
     with pytest.raises(ConfigError, match="sequences of one length: pad them"):
         model([[5, 6], [7]])
+    np.testing.assert_array_equal(model([[5, 6]], positions=[[1, 2]]), model([[5, 6]], positions=jnp.array([[1, 2]])))
+    for name in ("segment_ids", "positions"):
+        for wrong, said in ([1, 2], r"has shape \(2,\)"), ([[1.0, 2.0]], "is float64; it must be integers"):
+            with pytest.raises(ValueError, match=f"^{name} {said}"):
+                model([[5, 6]], **{name: wrong})
     before, window = model.pattern, model.pattern.sliding_window
     model.pattern = "interleave-1-in-2"
     assert (model.pattern.full_layers, model.pattern.sliding_window) == ((1, 3), window)

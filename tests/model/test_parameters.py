@@ -30,7 +30,7 @@ from swa_jax.checkpoint import tensor_names as names
 from swa_jax.checkpoint.families import FAMILIES, apply_pattern
 from swa_jax.checkpoint.folder import load_model, open_checkpoint, save_model
 from swa_jax.model import parameters as declaration
-from swa_jax.model.config import ModelConfig
+from swa_jax.model.config import ModelConfig, RopeScaling
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.flops import matrix_parameters
 from swa_jax.model.lora import TARGETS, LoraConfig, with_lora
@@ -271,3 +271,17 @@ def test_norms_by_placement():
         "pre_feedforward_layernorm": "post_attention_norm",
     }
     assert norms("parallel") == {"input_layernorm": "input_norm"}
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: dataclasses.replace(SOFTMAX, hidden_act="gelu"), "'hidden_act' must be one of silu, gelu_tanh, xielu"),
+        (lambda: dataclasses.replace(SOFTMAX, position_embedding="RoPE"), "'position_embedding' must be one of rope"),
+        (lambda: RopeScaling("su", 4.0), "'rope_type' must be one of linear, llama3, yarn, longrope, .*, got 'su'"),
+    ],
+)
+def test_a_word_that_a_configuration_does_not_know(make, sentence):
+    """Not only in files: nothing may be computed as if it were another word."""
+    with pytest.raises(ConfigError, match=sentence):
+        make()

@@ -1,6 +1,7 @@
 """The KL of a head's or layer's window to the full model, against whole forward passes; what it can and cannot see."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -10,11 +11,15 @@ from plants import FULL_HEADS, KV_HEADS, LAYERS, WINDOW_SIZE, Plant, placement
 from tiny_models import SOFTMAX
 
 from swa_jax.evaluate import Example
+from swa_jax.evaluate.nll import answer_batches
+from swa_jax.model.attention import layer_data
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL
+from swa_jax.model.loss import CHUNK
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
 from swa_jax.select.heads import head_pattern
+from swa_jax.select.kl import _kl
 from swa_jax.select.methods import rank_heads
 from swa_jax.select.static import static_scores
 
@@ -49,6 +54,18 @@ def test_scores_are_those_of_whole_passes(decode):
     full = np.array([[True, True], [False, False]])
     np.testing.assert_allclose(layers, [[layers[0, 0]] * 2, [expected(full)] * 2], rtol=2e-3, atol=1e-6)
     assert heads.min() > 1e-5
+
+
+def test_a_long_answer_has_logits_for_a_chunk_at_a_time():
+    model = Decoder(CONFIG, AttentionPattern((FULL,) * 2), rngs=nnx.Rngs(0))
+    ((_, batch),) = answer_batches([Example([1], [2] * 2 * CHUNK, [])], 1)
+    everything = jax.ShapeDtypeStruct((1, 2 * CHUNK, CONFIG.hidden_size), np.float32)
+    data = layer_data(model.pattern, CONFIG)
+    program = str(
+        jax.make_jaxpr(functools.partial(_kl, nnx.split(model)[0]))(nnx.split(model)[1], batch, data, everything)
+    )
+    assert f"[{CHUNK},{CONFIG.vocab_size}]" in program
+    assert f"{2 * CHUNK},{CONFIG.vocab_size}]" not in program
 
 
 @pytest.mark.slow

@@ -13,7 +13,8 @@ from swa_jax.adapt.search import EFFORTS, Point, Search, fitting
 from swa_jax.adapt.tasks import EvalTask
 from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.served_cache import Memory, modules
-from swa_jax.model.flops import forward_flops
+from swa_jax.evaluate.nll import answer_batches
+from swa_jax.model.flops import forward_flops, output_flops
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
 from swa_jax.select import gates
@@ -56,17 +57,17 @@ def test_select_and_compare_choose_what_choose_does(planted, model, tmp_path, na
     assert (row["name"], AttentionPattern.from_json(json.dumps(row["pattern"]))) == (name, wanted)
 
 
-PASSES = {  # of whole models over the examples, and gradients
-    "nll": ((LAYERS + 3) / 2, 0),
-    "kl": (1 + LAYERS * KV_HEADS, 0),
-    "kl-layers": (1 + LAYERS, 0),
-    "fisher": (1, 1),
-    "dcam": (1, 0),
-    "light-transfer": (1, 0),
-    "patching": (2 + LAYERS * KV_HEADS, 0),
-    "patching-gradient": (2, 1),
-    "gates": (200, 200),
-    "interleave": (0, 0),
+PASSES = {  # of whole models over the examples, gradients, and logits of all labels, gradients counted twice
+    "nll": ((LAYERS + 3) / 2, 0, 1 + LAYERS),
+    "kl": (1 + LAYERS * KV_HEADS, 0, 2 * LAYERS * KV_HEADS),
+    "kl-layers": (1 + LAYERS, 0, 2 * LAYERS),
+    "fisher": (1, 1, 3),
+    "dcam": (1, 0, 0),
+    "light-transfer": (1, 0, 0),
+    "patching": (2 + LAYERS * KV_HEADS, 0, 1 + LAYERS * KV_HEADS),
+    "patching-gradient": (2, 1, 3),
+    "gates": (200, 200, 600),
+    "interleave": (0, 0, 0),
 }
 
 
@@ -78,14 +79,17 @@ def test_a_choice_says_what_it_costs(model, tmp_path, name):
     file = tmp_path / "scores.jsonl" if METHODS[name].keeps else None
     task = Task(model, planted_examples(), Window(WINDOW_SIZE), batch_size=len(planted_examples()), file=file)
     padded = 64 * len(planted_examples())  # tokens of a pass
-    passes, gradients = PASSES[name]
+    passes, gradients, logits = PASSES[name]
+    ((_, batch),) = answer_batches(task.examples, task.batch_size)
     for _ in range(2 if file else 1):
         (pattern,) = choose(name, task, [0.75])
         said = pattern.provenance
         assert said["tokens"] == passes * padded
         assert said["tokens_back"] == gradients * padded
-    each = forward_flops(model.config, 65 / 2)
-    assert said["flops"] == pytest.approx(each * padded * (passes + 2 * gradients))
+    output = output_flops(model.config)
+    each = forward_flops(model.config, 65 / 2) - output
+    expected = each * padded * (passes + 2 * gradients) + output * logits * batch.labels.size
+    assert said["flops"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["nll-heads", pytest.param("bosch", marks=pytest.mark.slow)])

@@ -279,7 +279,7 @@ def sigmoid_values(weights, value, contract=NN):
 
 def over_lanes(operator, tiles):
     """Combines tiles column group by column group, leaving [rows, LANES] for one pass over the lanes at the end."""
-    width = min(LANES, *(tile.shape[1] for tile in tiles))
+    width = math.gcd(LANES, *(tile.shape[1] for tile in tiles))
     groups = [tile[:, start : start + width] for tile in tiles for start in range(0, tile.shape[1], width)]
     return functools.reduce(operator, groups)
 
