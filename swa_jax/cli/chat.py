@@ -17,12 +17,12 @@ from swa_jax.cli.options import (
     Seed,
     WindowGiven,
     Yarn,
+    choose_patterns,
     find_model,
     in_prompts,
     in_running,
-    load_checkpoint,
     note_context,
-    with_patterns,
+    open_model,
 )
 
 if TYPE_CHECKING:
@@ -49,22 +49,23 @@ def chat(
     seed: Seed = 0,
 ) -> None:
     """Talk to a model: its chat template, one line a message. What has been said is not computed again."""
+    from swa_jax.checkpoint.folder import load_model
     from swa_jax.data.chat import chat_tokens, load_chat_template
     from swa_jax.model.engine import Engine
     from swa_jax.model.generate import sampling
 
     drawn = sampling(temperature, top_k, top_p)
-    model = find_model(model)
-    template = load_chat_template(model)
+    folder = find_model(model)
+    opened, tokenizer = open_model(folder, yarn)
+    template = load_chat_template(folder)
     if template is None:
         raise ConfigError(
             f"{model} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): use "
             "`swa-jax generate`, which takes plain text"
         )
-    decoder, tokenizer = load_checkpoint(model, dtype, yarn=yarn)
-    sources = [] if pattern is None else [pattern]
-    ((_, decoder),) = with_patterns(decoder, sources, window.as_window)
-    note_context(decoder.config, length)
+    ((_, chosen),) = choose_patterns(opened, [] if pattern is None else [pattern], window.as_window)
+    note_context(opened.config, length)
+    decoder = load_model(opened, chosen, dtype=dtype)
     engine = Engine(decoder, slots=1, max_length=length, chunk=chunk, prefixes=2)
     begin: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
     messages = list(begin)

@@ -1,6 +1,7 @@
 """The verbs `generate` and `chat`, with files of prompts, stop strings and chat templates."""
 
 import json
+import shutil
 
 import pytest
 from command_line import fails, run
@@ -67,7 +68,35 @@ def test_prompts_and_replies_in_files(checkpoint, tmp_path, monkeypatch):
     assert [(line["prompt"], line["sample"]) for line in lines(out)] == [(p, s) for p in range(3) for s in range(2)]
     assert [line["text"] for line in lines(out)] == printed
     assert {line["ended_by"] for line in lines(out)} <= {"length", "end"}
-    assert fails(*command, "--out", out) == f"{out} is there already: remove it, or give --out another name"
+    assert run(*command, "--out", out) == f"{out} is finished already\n"
+    assert fails(*command, "--seed", 6, "--out", out).startswith(f"{out} is there already, and not of this command")
+
+
+def test_what_is_refused_is_refused_before_weights_are_read(checkpoint, talking, tmp_path, monkeypatch):
+    monkeypatch.setattr("swa_jax.checkpoint.folder._stack", None)
+    file, empty = tmp_path / "prompts.jsonl", tmp_path / "empty.jsonl"
+    file.write_text('"hi"\n{"messages": [{"role": "user"}]}\n')
+    empty.write_text('"hi"\n""\n')
+    (tmp_path / "out.jsonl").write_text("mine\n")
+    (tmp_path / "begun.jsonl.unfinished").write_text("mine\n")
+    hi = ("generate", talking, "hi")
+    for command, sentence in (
+        ((*hi, "--stop", ""), "a stop string is empty"),
+        ((*hi, "--pattern", "windows"), "windows"),
+        ((*hi, "-n", 2), "--temperature"),
+        ((*hi, "--max-new-tokens", 10**6), "times as long as the model's context"),
+        ((*hi, "--out", tmp_path / "out.jsonl"), "is there already, and not of this command"),
+        ((*hi, "--out", tmp_path / "begun.jsonl"), "holds no replies"),
+        (("generate", talking, "--prompts", empty), f"prompt 2 of {empty} is empty"),
+        (("generate", talking, "--prompts", file), "prompt 2: messages[0] must be"),
+        (("generate", checkpoint, "hi", "--chat"), "the model has no chat template"),
+        (("chat", talking, "--pattern", "windows"), "windows"),
+        (("chat", checkpoint), f"{checkpoint} has no chat template"),
+    ):
+        assert sentence in fails(*command)
+    shutil.copytree(talking, tmp_path / "mute")
+    (tmp_path / "mute/tokenizer.json").unlink()
+    assert fails("generate", tmp_path / "mute", "hi").startswith("the model has no tokenizer.json, ")
 
 
 def test_a_stop_string_ends_a_reply(checkpoint, tmp_path):
@@ -83,6 +112,8 @@ def test_a_stop_string_ends_a_reply(checkpoint, tmp_path):
         tmp_path / "out.jsonl")  # fmt: skip
     (reply,) = lines(tmp_path / "out.jsonl")
     assert (reply["text"], reply["ended_by"]) == (expected, "stop")
+    cut = next(n for n in range(1, 13) if stop in continuation(checkpoint, "Hello", max_new_tokens=n))
+    assert reply["tokens"] == cut  # not those that were drawn with it
 
 
 def test_chat_templates(checkpoint, talking, tmp_path):
@@ -96,12 +127,7 @@ def test_chat_templates(checkpoint, talking, tmp_path):
         continuation(talking, "s:S;u:hi;a:"),
         continuation(talking, "plain"),
     ]
-    for refused in (
-        ("generate", checkpoint, "hi", "--chat"),
-        ("generate", checkpoint, "--prompts", prompts),
-        ("chat", checkpoint),
-    ):
-        assert fails(*refused).startswith(f"{checkpoint} has no chat template (chat_template.jinja, or ")
+    assert fails("generate", checkpoint, "--prompts", prompts).startswith("the model has no chat template (")
     assert fails("generate", checkpoint) == "give either a prompt or --prompts FILE"
     assert fails("generate", checkpoint, "hi", "--prompts", prompts) == "give either a prompt or --prompts FILE"
 
