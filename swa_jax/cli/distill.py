@@ -115,8 +115,6 @@ def distill(
         dataclasses.asdict(drawing), keep, answer_field, part,
     ]  # fmt: skip
     file = ReplyFile(out, settings)
-    if file.is_finished:
-        return
     file.tell_found(len(wanted))
     with counted("replies", len(wanted)) as advance:
         advance(len(file.replies))

@@ -188,7 +188,7 @@ def _write_file(file: ReplyFile, samples: int, count: int, replies: Any) -> None
             if reply.ended_by is not None:
                 prompt, sample = divmod(reply.number, samples)
                 found = {"text": reply.text, "tokens": reply.tokens, "ended_by": reply.ended_by}
-                file.add({"prompt": prompt, "sample": sample} | found)
+                file.add({"prompt": prompt, "sample": sample, **found, "settings": file.settings})
                 advance(1)
     file.finish()
     typer.echo(f"{file.file}: {count} replies")

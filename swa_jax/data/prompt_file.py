@@ -65,20 +65,21 @@ class ReplyFile:
       settings: what they depend on, as a JSON value. Replies of other settings are not gone on with.
 
     Attributes:
-      is_finished: the file is there, with the replies of these settings; that was said.
+      settings: their digest. Where a reply has it, it tells what the file is of when the file is whole.
+      is_finished: the file is there, and is of these settings; that was said.
 
     Raises `ConfigError`: the file is there with something else, or `<file>.unfinished` holds replies of other settings.
     """
 
     def __init__(self, file: Path, settings: Any):
-        self.file, self._log, self._settings = file, Path(f"{file}.unfinished"), digest(settings)
+        self.file, self._log, self.settings = file, Path(f"{file}.unfinished"), digest(settings)
         self.is_finished = file.exists()
         if self.is_finished:
             with file.open("rb") as lines:
-                if f'"settings": "{self._settings}"'.encode() not in next(lines, b""):
-                    raise ConfigError(f"{file} is there already, and not of this command: give --out another name")
+                if f'"settings": "{self.settings}"'.encode() not in next(lines, b""):
+                    raise ConfigError(f"{file} is there already: remove it, or give --out another name")
             print(f"{file} is finished already", file=sys.stderr)
-        self._store = Store(self._log, "replies", {"model, prompts or settings": self._settings})
+        self._store = Store(self._log, "replies", {"model, prompts or settings": self.settings})
         self.replies = {(one["prompt"], one["sample"]): one for one in self._store.records.values()}
 
     def tell_found(self, total: int) -> None:
@@ -92,7 +93,7 @@ class ReplyFile:
 
     def finish(self, keep: Callable[[dict[str, Any]], bool] | None = None) -> None:
         """All replies, by prompt and sample, into the file; those that `keep` refuses into `<file>.rejected`."""
-        replies = [reply | {"settings": self._settings} for _, reply in sorted(self.replies.items())]
+        replies = [reply for _, reply in sorted(self.replies.items())]
         if keep is not None:
             write_lines(Path(f"{self.file}.rejected"), [reply for reply in replies if not keep(reply)])
             replies = [reply for reply in replies if keep(reply)]

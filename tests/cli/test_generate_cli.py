@@ -69,7 +69,7 @@ def test_prompts_and_replies_in_files(checkpoint, tmp_path, monkeypatch):
     assert [line["text"] for line in lines(out)] == printed
     assert {line["ended_by"] for line in lines(out)} <= {"length", "end"}
     assert run(*command, "--out", out) == f"{out} is finished already\n"
-    assert fails(*command, "--seed", 6, "--out", out).startswith(f"{out} is there already, and not of this command")
+    assert fails(*command, "--seed", 6, "--out", out).startswith(f"{out} is there already: remove it")
 
 
 def test_what_is_refused_is_refused_before_weights_are_read(checkpoint, talking, tmp_path, monkeypatch):
@@ -85,7 +85,7 @@ def test_what_is_refused_is_refused_before_weights_are_read(checkpoint, talking,
         ((*hi, "--pattern", "windows"), "windows"),
         ((*hi, "-n", 2), "--temperature"),
         ((*hi, "--max-new-tokens", 10**6), "times as long as the model's context"),
-        ((*hi, "--out", tmp_path / "out.jsonl"), "is there already, and not of this command"),
+        ((*hi, "--out", tmp_path / "out.jsonl"), "is there already: remove it"),
         ((*hi, "--out", tmp_path / "begun.jsonl"), "holds no replies"),
         (("generate", talking, "--prompts", empty), f"prompt 2 of {empty} is empty"),
         (("generate", talking, "--prompts", file), "prompt 2: messages[0] must be"),
