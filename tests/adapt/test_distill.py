@@ -88,7 +88,7 @@ def test_samples_depend_on_seed_prompt_and_number_alone(checkpoint, prompts, tmp
     before = len(lines(unfinished)) - 1
     assert before in (2, 3)
     unfinished.write_text(unfinished.read_text() + '{"prompt": 3, "sam')  # a line that a kill cut off
-    assert "holds replies to other prompts" in fails(*command(checkpoint, prompts, resumed, "--seed", 6))
+    assert "holds replies of other content" in fails(*command(checkpoint, prompts, resumed, "--seed", 6))
     drawn = []
     add = distillation.ReplyFile.add
     monkeypatch.setattr(distillation.ReplyFile, "add", lambda self, reply: (drawn.append(1), add(self, reply)))
