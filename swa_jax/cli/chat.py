@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from swa_jax.data.tokenizer import Tokenizer
     from swa_jax.model.engine import Engine
 
-HELP = "/new starts a new conversation, /exit or Ctrl-D ends it, Ctrl-C ends a reply"
+HELP = "/new starts a new conversation, /exit or Ctrl-D ends it, Ctrl-C ends a reply, twice the program"
 
 
 def chat(
@@ -76,12 +76,15 @@ def chat(
             messages = list(begin)
         elif line:
             question = {"role": "user", "content": line}
-            prompt = chat_tokens(tokenizer, template, [*messages, question])
-            room = engine.max_length - len(prompt)
+            try:
+                prompt = chat_tokens(tokenizer, template, [*messages, question])
+            except ConfigError as error:  # what has been said stays
+                typer.echo(str(error), err=True)
+                continue
+            room = length - len(prompt)
             if room < 1:
                 typer.echo(
-                    f"the conversation has {len(prompt)} tokens and --length is {engine.max_length}: /new starts anew",
-                    err=True,
+                    f"the conversation has {len(prompt)} tokens and --length is {length}: /new starts anew", err=True
                 )
                 continue
             options = {"max_new_tokens": min(max_new_tokens, room), "sampling": drawn, "seed": seed}
@@ -107,8 +110,14 @@ def _reply(engine: Engine, tokenizer: Tokenizer, prompt: list[int], options: dic
 
     text = ReplyText(tokenizer)
     interrupts: list[int] = []
+
+    def interrupt(*_: Any) -> None:
+        if interrupts:  # asked twice: it is the prompt that takes long
+            raise KeyboardInterrupt
+        interrupts.append(1)
+
     # Between two pieces, never inside a step, which takes the caches and gives them back.
-    before = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
+    before = signal.signal(signal.SIGINT, interrupt)
     try:
         for piece in engine.stream([prompt], stop_tokens=tokenizer.end_ids, **options):
             typer.echo(text.push(piece.tokens), nl=False)

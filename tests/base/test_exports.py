@@ -36,7 +36,7 @@ def test_a_name_that_is_nowhere():
 
 def test_the_command_line_loads_nothing_heavy():
     heavy = {"jax", "flax", "matplotlib", "orbax", "grain", "tokenizers"}
-    code = f"import sys, swa_jax.cli; print(sorted({heavy} & set(sys.modules)))"
+    code = f"import sys, swa_jax.cli.main; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 
 import pytest
 from command_line import fails, run
@@ -132,7 +133,7 @@ def test_chat_templates(checkpoint, talking, tmp_path):
     assert fails("generate", checkpoint, "hi", "--prompts", prompts) == "give either a prompt or --prompts FILE"
 
 
-def test_a_conversation(talking):
+def test_a_conversation(checkpoint, talking, tmp_path):
     """Every reply is that to all that has been said; /new forgets."""
     first = continuation(talking, "u:hi;a:")
     second = continuation(talking, f"u:hi;a:{first};u:more;a:")
@@ -143,6 +144,22 @@ def test_a_conversation(talking):
     assert run("chat", talking, *options, "--system", "S", input="hi") == f"{told}\n"
     output = run("chat", talking, *options, input=b"\xff\nhi\n")
     assert output == f"the message is not UTF-8\n{first}\n"
-    output = run("chat", talking, *options, input="x" * 70 + "\nhi\n")
-    assert output.startswith("the conversation has 75 tokens and --length is 64: /new starts anew\n")
+    output = run("chat", talking, "--max-new-tokens", 6, "--length", 63, input="x" * 59 + "\nhi\n")
+    assert output.startswith("the conversation has 64 tokens and --length is 63: /new starts anew\n")
     assert output.endswith(f"{first}\n")
+    picky = with_template(
+        checkpoint, tmp_path, "{% if messages[-1].content == 'no' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
+    )
+    output = run("chat", picky, *options, input="hi\nno\nmore\n").splitlines()
+    assert output[1].endswith("refuses these messages: no")
+    assert [output[0], *output[2:]] == f"{first}\n{second}".splitlines()
+
+
+def test_a_second_interruption_ends_a_reply_that_has_not_begun(talking, monkeypatch):
+    def reading(*_, **__):
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+        yield
+
+    monkeypatch.setattr(Engine, "stream", reading)
+    assert run("chat", talking, input="hi\n", status=130) == "interrupted\n"
