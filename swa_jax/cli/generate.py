@@ -175,6 +175,7 @@ def write_replies(
                 new += text.close()
                 ended_by = "stop" if text.stopped else "length" if len(text.tokens) == limit else "end"
             yield PartialReply(number, new, text.text, len(text.tokens), ended_by)
+        del worker, pieces  # their caches, before the next group's
 
 
 def _write_file(file: ReplyFile, samples: int, count: int, replies: Any) -> None:

@@ -177,7 +177,9 @@ def prompt_tokens(
       ConfigError: the folder has no template, though one is wanted; it refuses a prompt; or it cannot switch thinking.
     """
     wanted = chat or any(prompt.messages is not None for prompt in prompts)
-    template = _wanted_template(folder, "give prompts as plain text") if wanted else None
+    template = (
+        _wanted_template(folder, "leave out --chat" if chat else "give prompts as plain text") if wanted else None
+    )
     options = _thinking_options(template, thinking)
 
     def encode(prompt: Prompt) -> list[int]:

@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+import weakref
 
 import pytest
 from command_line import fails, run
@@ -83,6 +84,7 @@ def test_what_is_refused_is_refused_before_weights_are_read(checkpoint, talking,
     hi = ("generate", talking, "hi")
     for command, sentence in (
         ((*hi, "--stop", ""), "a stop string is empty"),
+        ((*hi, "--top-p", 0), "--top-p must be above 0 and at most 1, got 0"),
         ((*hi, "--pattern", "windows"), "windows"),
         ((*hi, "-n", 2), "--temperature"),
         ((*hi, "--max-new-tokens", 10**6), "times as long as the model's context"),
@@ -90,7 +92,7 @@ def test_what_is_refused_is_refused_before_weights_are_read(checkpoint, talking,
         ((*hi, "--out", tmp_path / "begun.jsonl"), "holds no replies"),
         (("generate", talking, "--prompts", empty), f"prompt 2 of {empty} is empty"),
         (("generate", talking, "--prompts", file), "prompt 2: messages[0] must be"),
-        (("generate", checkpoint, "hi", "--chat"), "the model has no chat template"),
+        (("generate", checkpoint, "hi", "--chat"), "in tokenizer_config.json): leave out --chat"),
         (("chat", talking, "--pattern", "windows"), "windows"),
         (("chat", checkpoint), f"{checkpoint} has no chat template"),
     ):
@@ -163,3 +165,19 @@ def test_a_second_interruption_ends_a_reply_that_has_not_begun(talking, monkeypa
 
     monkeypatch.setattr(Engine, "stream", reading)
     assert run("chat", talking, "--length", 64, input="hi\n", status=130) == "interrupted\n"
+
+
+def test_prompts_that_share_no_cache_are_not_in_memory_together(checkpoint, tmp_path, monkeypatch):
+    """As of LongRoPE, whose caches are of two lengths."""
+    begun, begin = [], Engine.__init__
+
+    def alone(engine, *arguments, **options):
+        assert all(other() is None for other in begun)
+        begun.append(weakref.ref(engine))
+        begin(engine, *arguments, **options)
+
+    monkeypatch.setattr(Engine, "__init__", alone)
+    monkeypatch.setattr("swa_jax.model.generate.by_rope_length", lambda *_: [[0], [1]])
+    (tmp_path / "prompts.txt").write_text("one\ntwo\n")
+    run("generate", checkpoint, "--prompts", tmp_path / "prompts.txt", "--max-new-tokens", 6)
+    assert len(begun) == 2
