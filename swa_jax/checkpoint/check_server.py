@@ -319,7 +319,7 @@ def ask(endpoint: Endpoint, canary: dict[str, Any], api: str = "auto") -> tuple[
                 return _ask_top(endpoint, canary, probes), one
             alone = [endpoint.prompt_log_probs([probe], one) for probe in probes]
             together = endpoint.prompt_log_probs(probes, one)
-        except (CannotAsk, KeyError, TypeError, IndexError, ValueError) as error:
+        except Exception as error:  # whatever shape the answer has
             problems.append(_reason(error))
             continue
         if together is None or any(rows is None for rows in alone):
@@ -483,8 +483,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             answers, api = ask(endpoint, canary, options.api)
             answer = functools.partial(endpoint.answer, api=api)
         found = {**conclude(answers, canary, answer), "asked_by": api, "counted": canary.get("counted", "")}
-    except CannotAsk as error:
-        found = {"verdict": UNKNOWN, "sentence": f"cannot tell: {error}"}
+    except Exception as error:  # its exit code would say that the server is wrong
+        found = {"verdict": UNKNOWN, "sentence": f"cannot tell: {_reason(error)}"}
     sentence = found["sentence"]
     said = f"{sentence[0].upper()}{sentence[1:]}.\n{found.get('counted', '')}".rstrip()
     print(json.dumps(found, indent=2) if options.json else said)

@@ -120,7 +120,7 @@ def save_model(
 
 
 def load_model(
-    path: str | Path,
+    path: str | Path | Checkpoint,
     pattern: AttentionPattern | str | Path | None = None,
     window: Window = OWN,
     *,
@@ -132,7 +132,7 @@ def load_model(
     """Read a checkpoint folder.
 
     Args:
-      path: a folder written by `swa-jax import`, `save_model` or training.
+      path: a folder written by `swa-jax import`, `save_model` or training, or what `open_checkpoint` made of one.
       pattern: an AttentionPattern, the path of a pattern JSON, or a recipe; None: the folder's own. Routers that it
         asks for and the checkpoint lacks are drawn from `router_seed`.
       window: what is not given is the pattern's; a recipe takes the size of the folder's own pattern, or 2048.
@@ -144,7 +144,7 @@ def load_model(
       CheckpointError: not a checkpoint folder, or a damaged one; the sentence names the file.
       ConfigError: a pattern that does not fit the model, or a dtype that parameters cannot have.
     """
-    source = open_checkpoint(path)
+    source = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     config = config or source.config
     chosen = choose_pattern(source.pattern, pattern, config, window)
     if chosen not in (source.pattern, pattern) and (note := no_window(chosen, config)):

@@ -1,5 +1,13 @@
 """The command line, `swa-jax <verb>`: one file a verb."""
 
-from swa_jax.cli.main import app, main
+import sys
 
-__all__ = ["app", "main"]
+
+def main() -> None:
+    """Run the verb that this process was started with."""
+    try:
+        from swa_jax.cli.main import app  # Ctrl-C while modules come in is no traceback either
+
+        app()
+    except KeyboardInterrupt:  # before a verb has begun: `Verbs` answers for those
+        sys.exit(130)

@@ -1,5 +1,5 @@
 """`python -m swa_jax.cli`."""
 
-from swa_jax.cli.main import main
+from swa_jax.cli import main
 
 main()

@@ -17,19 +17,19 @@ from swa_jax.cli.options import (
     Seed,
     WindowGiven,
     Yarn,
+    choose_patterns,
     find_model,
     in_prompts,
     in_running,
-    load_checkpoint,
     note_context,
-    with_patterns,
+    open_model,
 )
 
 if TYPE_CHECKING:
     from swa_jax.data.tokenizer import Tokenizer
     from swa_jax.model.engine import Engine
 
-HELP = "/new starts a new conversation, /exit or Ctrl-D ends it, Ctrl-C ends a reply"
+HELP = "/new starts a new conversation, /exit or Ctrl-D ends it, Ctrl-C ends a reply, twice the program"
 
 
 def chat(
@@ -49,22 +49,23 @@ def chat(
     seed: Seed = 0,
 ) -> None:
     """Talk to a model: its chat template, one line a message. What has been said is not computed again."""
+    from swa_jax.checkpoint.folder import load_model
     from swa_jax.data.chat import chat_tokens, load_chat_template
     from swa_jax.model.engine import Engine
     from swa_jax.model.generate import sampling
 
     drawn = sampling(temperature, top_k, top_p)
-    model = find_model(model)
-    template = load_chat_template(model)
+    folder = find_model(model)
+    opened, tokenizer = open_model(folder, yarn)
+    template = load_chat_template(folder)
     if template is None:
         raise ConfigError(
             f"{model} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): use "
             "`swa-jax generate`, which takes plain text"
         )
-    decoder, tokenizer = load_checkpoint(model, dtype, yarn=yarn)
-    sources = [] if pattern is None else [pattern]
-    ((_, decoder),) = with_patterns(decoder, sources, window.as_window)
-    note_context(decoder.config, length)
+    ((_, chosen),) = choose_patterns(opened, [] if pattern is None else [pattern], window.as_window)
+    note_context(opened.config, length)
+    decoder = load_model(opened, chosen, dtype=dtype)
     engine = Engine(decoder, slots=1, max_length=length, chunk=chunk, prefixes=2)
     begin: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
     messages = list(begin)
@@ -75,12 +76,15 @@ def chat(
             messages = list(begin)
         elif line:
             question = {"role": "user", "content": line}
-            prompt = chat_tokens(tokenizer, template, [*messages, question])
-            room = engine.max_length - len(prompt)
+            try:
+                prompt = chat_tokens(tokenizer, template, [*messages, question])
+            except ConfigError as error:  # what has been said stays
+                typer.echo(str(error), err=True)
+                continue
+            room = length - len(prompt)
             if room < 1:
                 typer.echo(
-                    f"the conversation has {len(prompt)} tokens and --length is {engine.max_length}: /new starts anew",
-                    err=True,
+                    f"the conversation has {len(prompt)} tokens and --length is {length}: /new starts anew", err=True
                 )
                 continue
             options = {"max_new_tokens": min(max_new_tokens, room), "sampling": drawn, "seed": seed}
@@ -106,8 +110,14 @@ def _reply(engine: Engine, tokenizer: Tokenizer, prompt: list[int], options: dic
 
     text = ReplyText(tokenizer)
     interrupts: list[int] = []
+
+    def interrupt(*_: Any) -> None:
+        if interrupts:  # asked twice: it is the prompt that takes long
+            raise KeyboardInterrupt
+        interrupts.append(1)
+
     # Between two pieces, never inside a step, which takes the caches and gives them back.
-    before = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
+    before = signal.signal(signal.SIGINT, interrupt)
     try:
         for piece in engine.stream([prompt], stop_tokens=tokenizer.end_ids, **options):
             typer.echo(text.push(piece.tokens), nl=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
@@ -35,14 +34,17 @@ from swa_jax.cli.options import (
     WindowGiven,
     Yarn,
     check_output,
+    choose_patterns,
     find_model,
-    load_checkpoint,
     note_context,
+    open_model,
     parse_mesh,
-    with_patterns,
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from swa_jax.data.prompt_file import Prompt, ReplyFile
     from swa_jax.data.reply_text import ReplyText
     from swa_jax.data.tokenizer import Tokenizer
     from swa_jax.model.decoder import Decoder
@@ -54,7 +56,7 @@ class PartialReply(NamedTuple):
     number: int
     new_text: str
     text: str
-    tokens: int
+    tokens: int  # with those of the stop string, none behind it
     ended_by: str | None  # "end": an end token, "stop": a stop string, "length": `max_new_tokens`
 
 
@@ -82,28 +84,39 @@ def generate(
     seed: Seed = 0,
 ) -> None:
     """Continue a prompt and print the new text, or all prompts of a file."""
-    from swa_jax.checkpoint.folder import weights_sum
+    from swa_jax.checkpoint.folder import load_model, weights_sum
     from swa_jax.data.chat import prompt_tokens
-    from swa_jax.data.prompt_file import Prompt, read_prompts
-    from swa_jax.model.generate import sampling
+    from swa_jax.data.prompt_file import ReplyFile
+    from swa_jax.data.reply_text import check_stop
+    from swa_jax.model.generate import check_generation, sampling
 
-    if prompt is not None and prompts is None:
-        texts = [Prompt(_text(prompt), None)]
-    elif prompts is not None and prompt is None:
-        texts = read_prompts(prompts)
-    else:
-        raise ConfigError("give either a prompt or --prompts FILE")
+    texts = _prompts(prompt, prompts)
+    if samples > 1 and temperature == 0:
+        raise ConfigError(
+            f"-n {samples} needs a --temperature above 0: without it, replies to one prompt are all alike"
+        )
     check_output("--out", out)
     drawn = sampling(temperature, top_k, top_p)
     partition = parse_mesh(mesh)
-    model = find_model(model)
-    decoder, tokenizer = load_checkpoint(model, dtype, partition, yarn)
-    ((_, decoder),) = with_patterns(decoder, [] if pattern is None else [pattern], window.as_window)
-    tokens = [ids for ids in prompt_tokens(model, tokenizer, texts, chat) for _ in range(samples)]
+    check_stop(stop or ())
+    folder = find_model(model)
+    opened, tokenizer = open_model(folder, yarn)
+    ((_, chosen),) = choose_patterns(opened, [] if pattern is None else [pattern], window.as_window)
+    if partition is not None:
+        check_generation(partition, opened.config)
+    tokens = [ids for ids in prompt_tokens(folder, tokenizer, texts, chat) for _ in range(samples)]
     if not all(tokens):
         where = "the prompt" if prompts is None else f"prompt {tokens.index([]) // samples + 1} of {prompts}"
         raise ConfigError(f"{where} is empty: a prompt needs at least one token")
-    note_context(decoder.config, max(map(len, tokens)) + max_new_tokens)
+    note_context(opened.config, max(map(len, tokens)) + max_new_tokens)
+    settings = [
+        weights_sum(folder), chosen.to_json(), yarn, dtype or opened.dtype.name, tokens, max_new_tokens, temperature,
+        top_k, top_p, stop, seed,
+    ]  # fmt: skip
+    file = None if out is None else ReplyFile(out, settings)
+    if file is not None and file.is_finished:
+        return
+    decoder = load_model(opened, chosen, dtype=dtype, partition=partition)
     pieces = 1 if partition is None else partition.size("batch")
     slots = -(-min(slots, len(tokens)) // pieces) * pieces
 
@@ -118,12 +131,8 @@ def generate(
             stream={"max_new_tokens": max_new_tokens, "sampling": drawn, "seed": seed},
         )
 
-    if out is not None:
-        settings = [
-            weights_sum(model), decoder.pattern.to_json(), yarn, str(decoder.embedding[...].dtype), tokens,
-            max_new_tokens, temperature, top_k, top_p, stop, seed,
-        ]  # fmt: skip
-        _write_file(out, settings, samples, len(tokens), replies)
+    if file is not None:
+        _write_file(file, samples, len(tokens), replies)
     elif len(tokens) == 1:
         for reply in replies():
             typer.echo(reply.new_text, nl=False)
@@ -152,29 +161,26 @@ def write_replies(
         longest = max(len(prompts[i]) for i in group)
         worker = Engine(decoder, max_length=longest + limit, **engine)
         texts: dict[int, ReplyText] = {i: ReplyText(tokenizer, stop) for i in group}
-        counts = dict.fromkeys(group, 0)
         done = [n for n, i in enumerate(group) if i in skip]
         pieces = worker.stream([prompts[i] for i in group], stop_tokens=tokenizer.end_ids, skip=done, **stream)
         for piece in pieces:
             number = group[piece.prompt]
             text = texts[number]
             new = text.push(piece.tokens)
-            counts[number] += len(piece.tokens)
             ended_by = None
             if text.stopped:
                 worker.stop(piece.prompt)
                 ended_by = "stop"
             elif piece.ended:
                 new += text.close()
-                ended_by = "stop" if text.stopped else "length" if counts[number] == limit else "end"
-            yield PartialReply(number, new, text.text, counts[number], ended_by)
+                ended_by = "stop" if text.stopped else "length" if len(text.tokens) == limit else "end"
+            yield PartialReply(number, new, text.text, len(text.tokens), ended_by)
+        del worker, pieces  # their caches, before the next group's
 
 
-def _write_file(out: Path, settings: Any, samples: int, count: int, replies: Any) -> None:
-    from swa_jax.data.prompt_file import ReplyFile
+def _write_file(file: ReplyFile, samples: int, count: int, replies: Any) -> None:
     from swa_jax.report.progress import counted
 
-    file = ReplyFile(out, settings)
     file.tell_found(count)
     done = [prompt * samples + sample for prompt, sample in file.replies]
     with counted("replies", count) as advance:
@@ -183,10 +189,10 @@ def _write_file(out: Path, settings: Any, samples: int, count: int, replies: Any
             if reply.ended_by is not None:
                 prompt, sample = divmod(reply.number, samples)
                 found = {"text": reply.text, "tokens": reply.tokens, "ended_by": reply.ended_by}
-                file.add({"prompt": prompt, "sample": sample} | found)
+                file.add({"prompt": prompt, "sample": sample, **found, "settings": file.settings})
                 advance(1)
     file.finish()
-    typer.echo(f"{out}: {count} replies")
+    typer.echo(f"{file.file}: {count} replies")
 
 
 def _print_in_order(replies: Iterator[PartialReply]) -> None:
@@ -203,9 +209,16 @@ def _print_in_order(replies: Iterator[PartialReply]) -> None:
             printed += 1
 
 
-def _text(prompt: str) -> str:
-    """The prompt, or what standard input holds; bytes that are no text arrive as surrogates."""
+def _prompts(prompt: str | None, file: Path | None) -> list[Prompt]:
+    """The prompt, of which bytes that are no text arrive as surrogates, or what standard input or a file holds."""
+    from swa_jax.data.prompt_file import Prompt, read_prompts
+
+    if (prompt is None) == (file is None):
+        raise ConfigError("give either a prompt or --prompts FILE")
+    if file is not None:
+        return read_prompts(file)
+    data = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(str(prompt))
     try:
-        return (sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)).decode()
+        return [Prompt(data.decode(), None)]
     except UnicodeDecodeError as error:
         raise ConfigError(f"the prompt is not UTF-8 text, from its byte {error.start} on") from None

@@ -5,18 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument
+from typer import Argument, CallbackParam
 
+from swa_jax.base.errors import ConfigError
 from swa_jax.cli.options import in_chat, in_output, in_pattern, in_prompts, in_running, panel
 
 in_sampling = panel("Sampling")
+
+
+def _a_share(option: CallbackParam, value: float | None) -> float | None:
+    if value is not None and not 0 < value <= 1:
+        raise ConfigError(f"{option.opts[0]} must be above 0 and at most 1, got {value}")
+    return value
+
 
 Pattern = Annotated[str | None, in_pattern(help="A recipe or a pattern JSON. Default: the checkpoint's own.")]
 MaxNewTokens = Annotated[int, in_sampling(help="Tokens to write at most.", min=1)]
 Temperature = Annotated[float, in_sampling(help="Randomness of sampling; 0 takes the likeliest token.", min=0)]
 TopK = Annotated[int | None, in_sampling(help="Sample among the K likeliest tokens.", min=1)]
 TopP = Annotated[
-    float | None, in_sampling(help="Sample among the likeliest tokens that together have the probability P.")
+    float | None,
+    in_sampling(help="Sample among the likeliest tokens that together have the probability P.", callback=_a_share),
 ]
 Stop = Annotated[list[str] | None, in_sampling(help="A text that ends a reply and is not part of it, repeatable.")]
 Chunk = Annotated[int, in_running(help="Prompt tokens computed at once.", min=1)]

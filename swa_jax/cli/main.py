@@ -104,13 +104,6 @@ app.add_typer(data_app, name="data")
 app.add_typer(evaluate_app, name="evaluate")
 
 
-def main() -> None:
-    try:
-        app()
-    except KeyboardInterrupt:  # before a verb has begun: `Verbs` answers for those
-        sys.exit(130)
-
-
 def _version(asked: bool) -> None:
     if asked:
         typer.echo(f"swa-jax {swa_jax.__version__}")

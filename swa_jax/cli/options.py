@@ -26,6 +26,7 @@ from swa_jax.model.window import Window
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from swa_jax.checkpoint.folder import Checkpoint
     from swa_jax.data.chat import Wrap
     from swa_jax.data.tokenizer import Tokenizer
     from swa_jax.evaluate import Example
@@ -215,21 +216,29 @@ def find_model(name: Path) -> Path:
     return model_folder(name)
 
 
+def open_model(folder: Path, yarn: float | None = None) -> tuple[Checkpoint, Tokenizer]:
+    """All of a model but its weights, with its context stretched by `yarn`."""
+    from swa_jax.checkpoint.folder import open_checkpoint
+    from swa_jax.data.tokenizer import load_tokenizer
+
+    opened = open_checkpoint(folder)
+    if yarn is not None:
+        try:
+            opened = dataclasses.replace(opened, config=opened.config.with_yarn(yarn))
+        except ConfigError as error:
+            raise ConfigError(f"--yarn {yarn:g}: {error}") from None
+    if not (folder / "tokenizer.json").is_file():
+        raise ConfigError("the model has no tokenizer.json, without which it takes no text: put it into its folder")
+    return opened, load_tokenizer(folder).within(opened.config.vocab_size)
+
+
 def load_checkpoint(
     model: Path, dtype: Dtype | None, partition: Partition | None = None, yarn: float | None = None
 ) -> tuple[Decoder, Tokenizer]:
-    from swa_jax.checkpoint.folder import load_model, open_checkpoint
-    from swa_jax.data.tokenizer import load_tokenizer
+    from swa_jax.checkpoint.folder import load_model
 
-    config = None
-    if yarn is not None:
-        plain = open_checkpoint(model).config
-        try:
-            config = plain.with_yarn(yarn)
-        except ConfigError as error:
-            raise ConfigError(f"--yarn {yarn:g}: {error}") from None
-    decoder = load_model(model, dtype=dtype, config=config, partition=partition)
-    return decoder, load_tokenizer(model).within(decoder.config.vocab_size)
+    opened, tokenizer = open_model(model, yarn)
+    return load_model(opened, dtype=dtype, partition=partition), tokenizer
 
 
 def parse_mesh(text: str | None) -> Partition | None:
@@ -350,16 +359,23 @@ class PromptKind(Options):
         return f"prompts of {self.length} tokens with chains, {self.chains}, {between} between"
 
 
-def with_patterns(model: Decoder, sources: Sequence[str], window: Window) -> list[tuple[str, Decoder]]:
-    """The model under each of these patterns, by name; without one, under its own, which is then called "own"."""
+def choose_patterns(
+    model: Decoder | Checkpoint, sources: Sequence[str], window: Window
+) -> list[tuple[str, AttentionPattern]]:
+    """These patterns for a model, by name; where none is named its own, which is then called "own"."""
     if not sources:
-        own = choose_pattern(model.pattern, None, model.config, window)
-        return [("own", model if own == model.pattern else model.with_pattern(own))]
+        return [("own", choose_pattern(model.pattern, None, model.config, window))]
     patterns = resolve_patterns(sources, model.config, window, model.pattern.sliding_window)
     for source, pattern in zip(sources, patterns, strict=True):
         if SWITCH in pattern.layer_types and SWITCH not in model.pattern.layer_types:
             echo(f"the model has no routers for --pattern {source}: they are drawn at random, untrained", err=True)
-    return [(name, model.with_pattern(pattern)) for name, pattern in zip(sources, patterns, strict=True)]
+    return list(zip(sources, patterns, strict=True))
+
+
+def with_patterns(model: Decoder, sources: Sequence[str], window: Window) -> list[tuple[str, Decoder]]:
+    """The model under each of the patterns of `choose_patterns`."""
+    patterns = choose_patterns(model, sources, window)
+    return [(name, model if one == model.pattern else model.with_pattern(one)) for name, one in patterns]
 
 
 def note_whole_prompts(patterns: Iterable[tuple[str, AttentionPattern]], longest: int) -> None:

@@ -177,8 +177,10 @@ def prompt_tokens(
       ConfigError: the folder has no template, though one is wanted; it refuses a prompt; or it cannot switch thinking.
     """
     wanted = chat or any(prompt.messages is not None for prompt in prompts)
-    template = _wanted_template(folder, "give prompts as plain text") if wanted else None
-    options = _thinking_options(folder, template, thinking)
+    template = (
+        _wanted_template(folder, "leave out --chat" if chat else "give prompts as plain text") if wanted else None
+    )
+    options = _thinking_options(template, thinking)
 
     def encode(prompt: Prompt) -> list[int]:
         if template is None or (prompt.messages is None and not chat):
@@ -189,7 +191,13 @@ def prompt_tokens(
         given = {key: record[key] for key in ("tools", "documents") if key in record}
         return chat_tokens(tokenizer, template, messages, **given, **options)
 
-    return [encode(prompt) for prompt in prompts]
+    found = []
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            found.append(encode(prompt))
+        except ConfigError as error:
+            raise ConfigError(f"prompt {number}: {error}" if len(prompts) > 1 else str(error)) from None
+    return found
 
 
 @dataclass(frozen=True)
@@ -249,13 +257,13 @@ def chat_wrap(folder: str | Path, thinking: bool | None = None, answers_at_once:
     template = _wanted_template(folder, "leave out --chat, or name what stands around a question with --template")
     if thinking is None and answers_at_once and template.reads(THINKING):
         thinking = False
-    options = _thinking_options(folder, template, thinking)
+    options = _thinking_options(template, thinking)
     plain, spaced = (
         template.render([{"role": "user", "content": content}], **options) for content in (PROMPT, f"\n{PROMPT}\n")
     )
     if plain.count(PROMPT) != 1:
         raise ConfigError(
-            f"the chat template of {folder} does not write a question exactly once: ask without it (--no-chat), "
+            f"the model's chat template does not write a question exactly once: ask without it (--no-chat), "
             f"or name a file that holds {PROMPT} with --template, where there is that option"
         )
     before, _, after = plain.partition(PROMPT)
@@ -269,7 +277,7 @@ def chat_text(folder: str | Path, thinking: bool | None = None) -> Callable[...,
     `thinking` and errors are as of `prompt_tokens`.
     """
     template = _wanted_template(folder, "leave out --chat")
-    options = _thinking_options(folder, template, thinking)
+    options = _thinking_options(template, thinking)
 
     def text(messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> str:
         whole = template.render(messages, add_generation_prompt=add_generation_prompt, **options)
@@ -285,12 +293,13 @@ def _wanted_template(folder: str | Path, instead: str) -> ChatTemplate:
     template = load_chat_template(folder)
     if template is None:
         raise ConfigError(
-            f"{folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): {instead}"
+            "the model has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): "
+            + instead
         )
     return template
 
 
-def _thinking_options(folder: str | Path, template: ChatTemplate | None, thinking: bool | None) -> dict[str, Any]:
+def _thinking_options(template: ChatTemplate | None, thinking: bool | None) -> dict[str, Any]:
     """The template's options that switch thinking. Raises `ConfigError` if there is no such switch."""
     if thinking is None:
         return {}
@@ -300,7 +309,7 @@ def _thinking_options(folder: str | Path, template: ChatTemplate | None, thinkin
             + (
                 "it is the chat template that does so, and none is used; add --chat"
                 if template is None
-                else f"the chat template of {folder} does not read '{THINKING}'"
+                else f"the model's chat template does not read '{THINKING}'"
             )
         )
     return {THINKING: thinking}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,14 +64,22 @@ class ReplyFile:
       file: where the replies go in the end.
       settings: what they depend on, as a JSON value. Replies of other settings are not gone on with.
 
-    Raises `ConfigError`: the file is there already, or `<file>.unfinished` holds replies of other settings.
+    Attributes:
+      settings: their digest. Where a reply has it, it tells what the file is of when the file is whole.
+      is_finished: the file is there, and is of these settings; that was said.
+
+    Raises `ConfigError`: the file is there with something else, or `<file>.unfinished` holds replies of other settings.
     """
 
     def __init__(self, file: Path, settings: Any):
-        self.file, self._log = file, Path(f"{file}.unfinished")
-        if file.exists():
-            raise ConfigError(f"{file} is there already: remove it, or give --out another name")
-        self._store = Store(self._log, "replies", {"model, prompts or settings": digest(settings)})
+        self.file, self._log, self.settings = file, Path(f"{file}.unfinished"), digest(settings)
+        self.is_finished = file.exists()
+        if self.is_finished:
+            with file.open("rb") as lines:
+                if f'"settings": "{self.settings}"'.encode() not in next(lines, b""):
+                    raise ConfigError(f"{file} is there already: remove it, or give --out another name")
+            print(f"{file} is finished already", file=sys.stderr)
+        self._store = Store(self._log, "replies", {"model, prompts or settings": self.settings})
         self.replies = {(one["prompt"], one["sample"]): one for one in self._store.records.values()}
 
     def tell_found(self, total: int) -> None:

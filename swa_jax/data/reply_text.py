@@ -24,23 +24,25 @@ def after_thinking(text: str, begun: bool = False) -> str:
     return "" if begun or text.lstrip().startswith(BEGIN_OF_THINKING) else text
 
 
+def check_stop(stop: Sequence[str]) -> None:
+    """Raises `ConfigError` where one of these stop strings is empty."""
+    if "" in stop:
+        raise ConfigError("a stop string is empty: it would end every reply before it begins")
+
+
 class ReplyText:
     """What of one reply may be shown.
 
     The pieces that `push` and `close` return are together the text of all tokens, cut before the first stop string.
     What may be the beginning of a stop string, or of a character, is held back until more tokens come.
-
-    Raises `ConfigError`: a stop string is empty.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
-        if "" in stop:
-            raise ConfigError("a stop string is empty: it would end every reply before it begins")
         self.text = ""  # what has been returned
         self.stopped = False  # a stop string has come
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._stream = DecodeStream(skip_special_tokens=True)
-        self._tokens: list[int] = []
+        self.tokens: list[int] = []  # up to the stop string's last
         self._held = ""
 
     def push(self, tokens: Iterable[int]) -> str:
@@ -48,7 +50,7 @@ class ReplyText:
         for token in tokens:
             if self.stopped:
                 break
-            self._tokens.append(token)
+            self.tokens.append(token)
             self._held += self._stream.step(self._tokenizer.backend, token) or ""
             self._cut()
         open_end = 0 if self.stopped else max(map(self._open_end, self._stop), default=0)
@@ -58,7 +60,7 @@ class ReplyText:
         """The rest, when no more tokens come."""
         if not self.stopped:
             # Bytes that are no whole character are shown as the tokenizer shows them.
-            whole = self._tokenizer.decode(self._tokens)
+            whole = self._tokenizer.decode(self.tokens)
             self._held = whole[len(self.text) :]
             self._cut()
         return self._show(len(self._held))

@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 
 from swa_jax.base.errors import ConfigError
-from swa_jax.model.cache import KVCache, allocate
+from swa_jax.model.cache import KVCache, allocate, cache_bytes
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.device_jit import device_jit
 from swa_jax.model.generate import (
@@ -38,6 +38,7 @@ from swa_jax.model.generate import (
     round_up,
     sequence_keys,
 )
+from swa_jax.model.memory import check_fits
 from swa_jax.model.prefixes import Parts, Prefix, PrefixStore, restored, rings_of, whole_of
 from swa_jax.model.sharding import Partition
 
@@ -113,6 +114,13 @@ class Engine:
             check_generation(partition, model.config)
             if slots % (pieces := partition.size("batch")):
                 raise ConfigError(f"slots must be a multiple of {pieces}, into which the mesh splits them, got {slots}")
+        itemsize = model.embedding[...].dtype.itemsize
+        size = cache_bytes(model.config, model.pattern, slots, self.max_length, itemsize)
+        check_fits(
+            size / (1 if partition is None else partition.mesh.size),
+            f"caches of {slots} sequences with room for {self.max_length} tokens",
+            "take fewer slots, or shorter sequences",
+        )
         graph, self._weights = nnx.split(model)
         self._setup = GenerationSetup(graph, self.max_length, partition)
         layouts = layouts_of(model, self.max_length, partition)
@@ -234,7 +242,7 @@ class Engine:
             rounded = min(round_up(length), self.max_length)
             whole = whole_of(self._cache, jnp.int32(number), length=rounded)
             tokens = np.asarray(slot.tokens[:length], np.int32)
-            self._prefixes.add(Prefix(tokens, whole, slot.rings, slot.logits))
+            self._prefixes.add(Prefix(tokens, whole, dict(slot.rings), dict(slot.logits)))
 
     def _draw_first(self, number: int, slot: _Slot, key: np.uint32, max_new_tokens: int, drawing: DrawRules) -> None:
         logits = slot.logits[slot.prompt_length]

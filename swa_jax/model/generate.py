@@ -27,6 +27,7 @@ from swa_jax.model.device_jit import device_jit
 from swa_jax.model.memory import check_fits
 from swa_jax.model.sharding import Partition, check_model, constrain
 
+SMALLEST_TEMPERATURE = 1e-5  # below it logits could overflow; the likeliest token would be drawn anyway
 NOTHING = -1  # in a row of new tokens: the sequence had ended
 
 
@@ -52,7 +53,7 @@ def generate(
       model: the decoder, with its pattern.
       prompts: lists of token ids, each with at least one id. Their lengths may differ.
       max_new_tokens: at most so many tokens are added to each prompt.
-      temperature: 0 takes the likeliest token. Otherwise logits are divided by it and a token is sampled.
+      temperature: below 1e-5 the likeliest token is taken. Otherwise logits are divided by it and a token is sampled.
       top_k: sample only among the k likeliest tokens.
       top_p: sample among the fewest likeliest tokens whose probabilities (after temperature and top_k) reach p.
       stop_tokens: ids that end a sequence.
@@ -191,12 +192,12 @@ def sampling(temperature: float = 0.0, top_k: int | None = None, top_p: float | 
         raise ConfigError(f"top_k must be at least 1, got {top_k}")
     if top_p is not None and not 0 < top_p <= 1:
         raise ConfigError(f"top_p must be above 0 and at most 1, got {top_p}")
-    if temperature == 0:
+    if temperature < SMALLEST_TEMPERATURE:
         return GREEDY
     return Sampling(
         jnp.float32(temperature),
         None if top_k is None else jnp.int32(top_k),
-        None if top_p is None else jnp.float32(top_p),
+        None if top_p is None or top_p == 1 else jnp.float32(top_p),  # all tokens need not be sorted
     )
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from swa_jax.model.cache import KVCache
 from swa_jax.model.gated_delta import LinearState
 
+MOST_RINGS = 4  # lengths at which a sequence's rings are kept: those that were made or used last
 # Keys and values of one sequence, [heads, entries, D] each, for each of the cache's pools. Behind the rings come the
 # states of linear layers, if there are any.
 Parts = tuple[tuple[jax.Array, jax.Array], ...]
@@ -31,7 +32,7 @@ class Prefix:
 
     tokens: np.ndarray  # [N] int32
     whole: Parts  # at least N entries
-    rings: dict[int, Parts]  # by length
+    rings: dict[int, Parts]  # by length, its own first, then those that were used last
     logits: dict[int, jax.Array]  # what follows the first so many tokens: [V] f32
 
 
@@ -62,16 +63,20 @@ class PrefixStore:
         if best.prefix is not None:
             self._prefixes.remove(best.prefix)
             self._prefixes.append(best.prefix)
+            used, rings = best.length, best.prefix.rings
+            best.prefix.rings = {used: rings[used]} | rings if used in rings else rings
         return best
 
     def add(self, prefix: Prefix) -> None:
         """Remember a sequence. What is known of its beginnings goes over to it, and beginnings alone are forgotten."""
-        for other in list(self._prefixes):
+        for other in self._prefixes[::-1]:
             shared = _shared(other.tokens, prefix.tokens)
-            prefix.rings = {n: rings for n, rings in other.rings.items() if n <= shared} | prefix.rings
-            prefix.logits = {n: logits for n, logits in other.logits.items() if n <= shared} | prefix.logits
+            prefix.rings |= {n: rings for n, rings in other.rings.items() if n <= shared and n not in prefix.rings}
+            prefix.logits |= {n: logits for n, logits in other.logits.items() if n <= shared and n not in prefix.logits}
             if shared == len(other.tokens):
                 self._prefixes.remove(other)
+        prefix.rings = dict([*prefix.rings.items()][:MOST_RINGS])
+        prefix.logits = {n: prefix.logits[n] for n in prefix.rings if n in prefix.logits}
         self._prefixes = [*self._prefixes, prefix][-self.size :]
 
 

@@ -88,7 +88,7 @@ def test_samples_depend_on_seed_prompt_and_number_alone(checkpoint, prompts, tmp
     before = len(lines(unfinished)) - 1
     assert before in (2, 3)
     unfinished.write_text(unfinished.read_text() + '{"prompt": 3, "sam')  # a line that a kill cut off
-    assert "holds replies to other prompts" in fails(*command(checkpoint, prompts, resumed, "--seed", 6))
+    assert "holds replies of other content" in fails(*command(checkpoint, prompts, resumed, "--seed", 6))
     drawn = []
     add = distillation.ReplyFile.add
     monkeypatch.setattr(distillation.ReplyFile, "add", lambda self, reply: (drawn.append(1), add(self, reply)))
@@ -234,7 +234,7 @@ def test_thinking_is_switched_by_the_template(checkpoint, prompts, tmp_path):
     assert fails(*command(talking, prompts, out, "--thinking")).endswith("none is used; add --chat")
     (talking / "chat_template.jinja").write_text("{{ messages[0].content }}")
     refused = fails(*command(talking, prompts, out, "--chat", "--thinking"))
-    assert refused.endswith(f"the chat template of {talking} does not read 'enable_thinking'")
+    assert refused.endswith("the model's chat template does not read 'enable_thinking'")
 
 
 def test_what_is_wrong_is_one_sentence(checkpoint, prompts, tmp_path):

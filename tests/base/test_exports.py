@@ -37,7 +37,7 @@ def test_a_name_that_is_nowhere():
 
 def test_the_command_line_loads_nothing_heavy():
     heavy = {"jax", "flax", "matplotlib", "orbax", "grain", "tokenizers"}
-    code = f"import sys, swa_jax.cli; print(sorted({heavy} & set(sys.modules)))"
+    code = f"import sys, swa_jax.cli.main; print(sorted({heavy} & set(sys.modules)))"
     assert python("-c", code) == "[]\n"
 
 

@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import http.server
 import io
 import json
 import re
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -279,6 +281,26 @@ def test_who_cannot_be_asked(exported, tmp_path):
     code, found = answer(folder, "--url", "http://127.0.0.1:9", "--json")
     assert code == check_server.UNKNOWN
     assert found["sentence"].startswith("cannot tell: http://127.0.0.1:9/v1/models cannot be asked: ")
+    for said in (b"[]", b'{"data": [{}]}', b'{"data": [{"id": "m"}], "choices": [1]}'):
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self, said=said):
+                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(said)
+
+            do_POST = do_GET
+
+            def log_message(self, *_):
+                pass
+
+        with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            code, found = answer(folder, "--url", f"http://127.0.0.1:{server.server_port}", "--json")
+            server.shutdown()
+        assert code == check_server.UNKNOWN
+        assert found["sentence"].startswith("cannot tell: ")
     (tmp_path / "canary.json").write_text("{}")
     code, found = answer(tmp_path, "--url", "http://127.0.0.1:9", "--json")
     assert (code, found["sentence"]) == (2, f"cannot tell: {tmp_path / 'canary.json'} is no canary of format 1")

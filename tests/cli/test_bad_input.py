@@ -103,15 +103,19 @@ def test_a_wrong_call(call, sentence, tmp_path, monkeypatch):
     assert f"{fails(*call.split())}\n".startswith(sentence.format(here=tmp_path))
 
 
-def test_an_interruption_before_a_verb_has_begun_is_no_traceback(monkeypatch):
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    module = sys.modules["swa_jax.cli.main"]
-    monkeypatch.setattr(module, "app", interrupted)
-    with pytest.raises(SystemExit) as end:
-        module.main()
-    assert end.value.code == 130
+def test_an_interruption_before_a_verb_has_begun_is_no_traceback():
+    """While modules come in, and after that."""
+    code = """if True:
+        import sys, builtins, swa_jax.cli
+        def interrupted(name, *rest, load=builtins.__import__, **named):
+            if name == "typer":
+                raise KeyboardInterrupt
+            return load(name, *rest, **named)
+        builtins.__import__ = interrupted
+        swa_jax.cli.main()
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_prompts_of_another_order_of_length_are_refused_at_once(checkpoint):

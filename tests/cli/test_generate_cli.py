@@ -1,6 +1,9 @@
 """The verbs `generate` and `chat`, with files of prompts, stop strings and chat templates."""
 
 import json
+import shutil
+import signal
+import weakref
 
 import pytest
 from command_line import fails, run
@@ -67,7 +70,36 @@ def test_prompts_and_replies_in_files(checkpoint, tmp_path, monkeypatch):
     assert [(line["prompt"], line["sample"]) for line in lines(out)] == [(p, s) for p in range(3) for s in range(2)]
     assert [line["text"] for line in lines(out)] == printed
     assert {line["ended_by"] for line in lines(out)} <= {"length", "end"}
-    assert fails(*command, "--out", out) == f"{out} is there already: remove it, or give --out another name"
+    assert run(*command, "--out", out) == f"{out} is finished already\n"
+    assert fails(*command, "--seed", 6, "--out", out).startswith(f"{out} is there already: remove it")
+
+
+def test_what_is_refused_is_refused_before_weights_are_read(checkpoint, talking, tmp_path, monkeypatch):
+    monkeypatch.setattr("swa_jax.checkpoint.folder._stack", None)
+    file, empty = tmp_path / "prompts.jsonl", tmp_path / "empty.jsonl"
+    file.write_text('"hi"\n{"messages": [{"role": "user"}]}\n')
+    empty.write_text('"hi"\n""\n')
+    (tmp_path / "out.jsonl").write_text("mine\n")
+    (tmp_path / "begun.jsonl.unfinished").write_text("mine\n")
+    hi = ("generate", talking, "hi")
+    for command, sentence in (
+        ((*hi, "--stop", ""), "a stop string is empty"),
+        ((*hi, "--top-p", 0), "--top-p must be above 0 and at most 1, got 0"),
+        ((*hi, "--pattern", "windows"), "windows"),
+        ((*hi, "-n", 2), "--temperature"),
+        ((*hi, "--max-new-tokens", 10**6), "times as long as the model's context"),
+        ((*hi, "--out", tmp_path / "out.jsonl"), "is there already: remove it"),
+        ((*hi, "--out", tmp_path / "begun.jsonl"), "holds no replies"),
+        (("generate", talking, "--prompts", empty), f"prompt 2 of {empty} is empty"),
+        (("generate", talking, "--prompts", file), "prompt 2: messages[0] must be"),
+        (("generate", checkpoint, "hi", "--chat"), "in tokenizer_config.json): leave out --chat"),
+        (("chat", talking, "--pattern", "windows"), "windows"),
+        (("chat", checkpoint), f"{checkpoint} has no chat template"),
+    ):
+        assert sentence in fails(*command)
+    shutil.copytree(talking, tmp_path / "mute")
+    (tmp_path / "mute/tokenizer.json").unlink()
+    assert fails("generate", tmp_path / "mute", "hi").startswith("the model has no tokenizer.json, ")
 
 
 def test_a_stop_string_ends_a_reply(checkpoint, tmp_path):
@@ -83,6 +115,8 @@ def test_a_stop_string_ends_a_reply(checkpoint, tmp_path):
         tmp_path / "out.jsonl")  # fmt: skip
     (reply,) = lines(tmp_path / "out.jsonl")
     assert (reply["text"], reply["ended_by"]) == (expected, "stop")
+    cut = next(n for n in range(1, 13) if stop in continuation(checkpoint, "Hello", max_new_tokens=n))
+    assert reply["tokens"] == cut  # not those that were drawn with it
 
 
 def test_chat_templates(checkpoint, talking, tmp_path):
@@ -96,17 +130,12 @@ def test_chat_templates(checkpoint, talking, tmp_path):
         continuation(talking, "s:S;u:hi;a:"),
         continuation(talking, "plain"),
     ]
-    for refused in (
-        ("generate", checkpoint, "hi", "--chat"),
-        ("generate", checkpoint, "--prompts", prompts),
-        ("chat", checkpoint),
-    ):
-        assert fails(*refused).startswith(f"{checkpoint} has no chat template (chat_template.jinja, or ")
+    assert fails("generate", checkpoint, "--prompts", prompts).startswith("the model has no chat template (")
     assert fails("generate", checkpoint) == "give either a prompt or --prompts FILE"
     assert fails("generate", checkpoint, "hi", "--prompts", prompts) == "give either a prompt or --prompts FILE"
 
 
-def test_a_conversation(talking):
+def test_a_conversation(checkpoint, talking, tmp_path):
     """Every reply is that to all that has been said; /new forgets."""
     first = continuation(talking, "u:hi;a:")
     second = continuation(talking, f"u:hi;a:{first};u:more;a:")
@@ -117,6 +146,38 @@ def test_a_conversation(talking):
     assert run("chat", talking, *options, "--system", "S", input="hi") == f"{told}\n"
     output = run("chat", talking, *options, input=b"\xff\nhi\n")
     assert output == f"the message is not UTF-8\n{first}\n"
-    output = run("chat", talking, *options, input="x" * 70 + "\nhi\n")
-    assert output.startswith("the conversation has 75 tokens and --length is 64: /new starts anew\n")
+    output = run("chat", talking, "--max-new-tokens", 6, "--length", 63, input="x" * 59 + "\nhi\n")
+    assert output.startswith("the conversation has 64 tokens and --length is 63: /new starts anew\n")
     assert output.endswith(f"{first}\n")
+    picky = with_template(
+        checkpoint, tmp_path, "{% if messages[-1].content == 'no' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
+    )
+    output = run("chat", picky, *options, input="hi\nno\nmore\n").splitlines()
+    assert output[1].endswith("refuses these messages: no")
+    assert [output[0], *output[2:]] == f"{first}\n{second}".splitlines()
+
+
+def test_a_second_interruption_ends_a_reply_that_has_not_begun(talking, monkeypatch):
+    def reading(*_, **__):
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+        yield
+
+    monkeypatch.setattr(Engine, "stream", reading)
+    assert run("chat", talking, "--length", 64, input="hi\n", status=130) == "interrupted\n"
+
+
+def test_prompts_that_share_no_cache_are_not_in_memory_together(checkpoint, tmp_path, monkeypatch):
+    """As of LongRoPE, whose caches are of two lengths."""
+    begun, begin = [], Engine.__init__
+
+    def alone(engine, *arguments, **options):
+        assert all(other() is None for other in begun)
+        begun.append(weakref.ref(engine))
+        begin(engine, *arguments, **options)
+
+    monkeypatch.setattr(Engine, "__init__", alone)
+    monkeypatch.setattr("swa_jax.model.generate.by_rope_length", lambda *_: [[0], [1]])
+    (tmp_path / "prompts.txt").write_text("one\ntwo\n")
+    run("generate", checkpoint, "--prompts", tmp_path / "prompts.txt", "--max-new-tokens", 6)
+    assert len(begun) == 2

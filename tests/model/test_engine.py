@@ -11,7 +11,7 @@ from swa_jax.base.errors import ConfigError
 from swa_jax.model.cache import allocate, cache_layouts
 from swa_jax.model.engine import Engine
 from swa_jax.model.generate import generate, sampling
-from swa_jax.model.prefixes import Prefix, PrefixStore
+from swa_jax.model.prefixes import MOST_RINGS, Prefix, PrefixStore
 
 NEW = 10
 SLOTS, CHUNK, STEPS, BATCH = 3, WINDOW_SIZE, 4, 7  # tests of one model share its programs
@@ -136,6 +136,19 @@ def test_a_remembered_prefix_changes_nothing(name):
     assert engine.computed_tokens - before == (12 if model.pattern.full_attention_decode else 3)
 
 
+def test_a_long_conversation_keeps_few_rings():
+    """Each turn computes its own tokens and the reply's last; what older turns left behind does not pile up."""
+    model, turns = model_of("window"), random_prompts((5,) * 8)
+    engine = Engine(model, slots=1, max_length=128, chunk=CHUNK, steps=STEPS, prefixes=2)
+    talk: list[int] = []
+    for turn in turns:
+        talk += turn
+        talk += replies(engine, [talk], max_new_tokens=NEW)[0]
+    assert engine.computed_tokens == 8 * 5 + 7
+    assert replies(engine, [turns[1]], max_new_tokens=NEW) == alone(model, [turns[1]])
+    assert sum(len(prefix.rings) for prefix in engine._prefixes._prefixes) <= 2 * MOST_RINGS
+
+
 def test_the_consumer_ends_replies():
     model, prompts = model_of("every-kind"), random_prompts((9, 14, 20, 30))
     engine = Engine(model, slots=SLOTS, max_length=64, chunk=CHUNK, steps=STEPS, prefixes=2)
@@ -153,8 +166,11 @@ def test_the_consumer_ends_replies():
     assert replies(engine, prompts[:1], max_new_tokens=NEW) == expected[:1]
 
 
-def test_what_an_engine_refuses():
+def test_what_an_engine_refuses(monkeypatch):
     model = model_of("window")
+    monkeypatch.setattr("swa_jax.model.memory.free_memory", lambda: 2.0**30)
+    with pytest.raises(ConfigError, match=r"^caches of 8 sequences with room for 8388608 tokens take .* GiB, and 1"):
+        Engine(model_of("every-kind"), slots=8, max_length=2**23)
     for options, sentence in (
         ({"slots": 0}, "slots must be at least 1, got 0"),
         ({"chunk": 0}, "chunk must be at least 1, got 0"),
@@ -192,6 +208,10 @@ def test_what_a_longer_sequence_takes_over_from_its_beginning():
     assert store.find([1, 2, 3, 9])[1:] == (3, 3)
     assert store.find([1, 2, 3])[1:] == (3, 3)  # its logits are known as well
     assert store.find([1, 2, 9])[1:] == (0, 2)
+    for length in range(6, 12):  # of all its beginnings those are kept that were used last
+        assert store.find([1, 2, 3])[1:] == (3, 3)
+        remember([*range(1, length + 1)])
+    assert [*store.find([1, 2, 3]).prefix.rings] == [3, 11, 10, 9]
     remember([7])
     remember([8])
     assert store.find([1, 2, 3, 4])[1:] == (3, 4)

@@ -18,6 +18,7 @@ from pallas_kernels import dispatch
 from swa_jax.base.errors import ConfigError
 from swa_jax.model.cache import allocate, cache_bytes
 from swa_jax.model.generate import (
+    GREEDY,
     NOTHING,
     Sampling,
     _decode,
@@ -30,6 +31,7 @@ from swa_jax.model.generate import (
     prepare,
     round_up,
     sample,
+    sampling,
 )
 
 NEW = 12
@@ -187,6 +189,11 @@ def draw_many(temperature=1.0, top_k=None, top_p=None, logits=LOGITS, count=4000
     return np.bincount(np.asarray(drawn), minlength=logits.size) / count
 
 
+def test_settings_that_change_nothing_cost_nothing():
+    assert sampling(1e-40, 5, 0.5) == sampling(9e-6) == sampling(0.0) == GREEDY
+    assert sampling(1.0, top_p=1.0).top_p is None
+
+
 @pytest.mark.parametrize(
     ("options", "kept", "power"),
     [
@@ -277,7 +284,7 @@ def test_more_than_the_memory_holds_is_refused():
 def test_generate_is_exported_lazily():
     assert swa_jax.generate is generate
     code = (
-        "import sys, swa_jax, swa_jax.cli; assert 'jax' not in sys.modules; "
+        "import sys, swa_jax, swa_jax.cli.main; assert 'jax' not in sys.modules; "
         "swa_jax.generate; assert callable(swa_jax.generate)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
