@@ -111,10 +111,10 @@ def render(settings: Settings, run: Runner) -> None:
 
 
 def apply(settings: Settings, run: Runner) -> None:
-    """Create the JobSet."""
+    """Create the JobSet. Where there is one of that name, also of a run that has ended, `delete` it first."""
     check(settings)
     text = yaml.safe_dump(manifest(settings), sort_keys=False)
-    run(kubectl(settings, "apply", "--filename=-"), input=text)
+    run(kubectl(settings, "create", "--filename=-"), input=text)  # `apply` on one that has ended starts nothing
 
 
 def watch(settings: Settings, run: Runner) -> None:
@@ -127,8 +127,8 @@ def watch(settings: Settings, run: Runner) -> None:
 
 
 def delete(settings: Settings, run: Runner) -> None:
-    """End the run: its pods are told to save first."""
-    run(kubectl(settings, "delete", f"jobset/{settings.name}"))
+    """End the run: its pods are told to save first, and have ended when this returns."""
+    run(kubectl(settings, "delete", f"jobset/{settings.name}", "--cascade=foreground"))
 
 
 def xpk(settings: Settings, run: Runner) -> None:

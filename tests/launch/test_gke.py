@@ -69,7 +69,7 @@ def test_preemptions_restart_the_jobset_for_ever_and_failures_do_not():
 def test_apply_gives_kubectl_the_manifest(tmp_path, monkeypatch, capsys):
     assert main(gke.VERBS, "", ["apply", str(EXAMPLE), "gke.namespace=team", "gke.queue=tpus", "--dry-run"]) == 0
     first, *text, end = capsys.readouterr().out.splitlines()
-    assert shlex.split(first)[:3] == ["kubectl", "--namespace=team", "apply"]
+    assert shlex.split(first)[:3] == ["kubectl", "--namespace=team", "create"]  # one that has ended is in the way
     assert (first[-7:], end) == ("<<'END'", "END")
     expected = gke.manifest(settings("gke.namespace=team", "gke.queue=tpus"))
     assert yaml.safe_load("\n".join(text)) == expected
@@ -80,6 +80,11 @@ def test_apply_gives_kubectl_the_manifest(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert main(gke.VERBS, "", ["apply", str(EXAMPLE)]) == 0
     assert yaml.safe_load((tmp_path / "applied").read_text()) == gke.manifest(settings())
+
+
+def test_delete_returns_when_the_pods_have_saved(capsys):
+    (command,) = dry(capsys, gke.VERBS, "delete")
+    assert command[2:] == ["delete", "jobset/bosch-8b", "--cascade=foreground"]
 
 
 def test_xpk(capsys):
