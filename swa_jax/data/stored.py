@@ -62,16 +62,16 @@ class StoredDocuments:
         for first, index in zip(self._first, indices, strict=False):
             self.sizes[first] = index["end"][0]  # counts start anew with each shard
         self._num_ids = 1 << 32 if tokenizer is None else tokenizer.num_ids
-        self._last: tuple[int, np.ndarray] | None = None  # the rows of a long document follow each other
-        self._open: dict[int, int] = {}  # file descriptors by shard
-        self._lock = threading.Lock()  # an iterator set back may still have its old thread reading
-        weakref.finalize(self, _close, self._open)
+        self._read_last = threading.local()  # the rows of a long document follow each other
+        self._open: dict[int, _Descriptor] = {}  # by shard
+        self._lock = threading.Lock()  # of what is open
 
     def __len__(self) -> int:
         return len(self.sizes)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        index, last = int(index), self._last
+        index = int(index)
+        last: tuple[int, np.ndarray] | None = getattr(self._read_last, "document", None)
         if last is not None and last[0] == index:
             return last[1]
         shard = int(np.searchsorted(self._first, index, side="right")) - 1
@@ -86,7 +86,7 @@ class StoredDocuments:
                 f"{self._files[shard][0]}, document {index - self._first[shard]}, holds token {tokens.max()}: the "
                 f"model has embeddings for ids below {self._num_ids} only"
             )
-        self._last = (index, tokens)
+        self._read_last.document = (index, tokens)
         return tokens
 
     def _read(self, shard: int, start: int, count: int) -> np.ndarray:
@@ -96,15 +96,19 @@ class StoredDocuments:
         with self._lock:
             if shard not in self._open:
                 if len(self._open) == OPEN_SHARDS:
-                    os.close(self._open.pop(next(iter(self._open))))
-                self._open[shard] = os.open(file, os.O_RDONLY)
-            data = os.pread(self._open[shard], count * size, start * size)
+                    del self._open[next(iter(self._open))]
+                self._open[shard] = _Descriptor(file)
+            opened = self._open[shard]
+        data = os.pread(opened.number, count * size, start * size)
         return np.frombuffer(data, dtype, len(data) // size)
 
 
-def _close(descriptors: dict[int, int]) -> None:
-    for descriptor in descriptors.values():
-        os.close(descriptor)
+class _Descriptor:
+    """An open file, closed when nobody has it any more."""
+
+    def __init__(self, file: Path):
+        self.number = os.open(file, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.number)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

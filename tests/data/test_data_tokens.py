@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -134,16 +135,40 @@ def test_few_files_are_open_at_a_time(made, monkeypatch):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_reads_wait_beside_each_other(made, tokenizer, monkeypatch):
+    """Those of a bucket take tens of milliseconds: one after the other, they would take longer than a step."""
+    waiting, beside, real = [], [], os.pread
+
+    def slow(*arguments):
+        waiting.append(1)
+        time.sleep(0.05)
+        beside.append(len(waiting))
+        waiting.pop()
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "pread", slow)
+    batches = batches_of(as_source(made), tokenizer, batch_size=1, length=16)
+    first = [next(batches)["tokens"].tolist() for _ in range(2)]
+    batches.close()
+    assert max(beside) > 2
+    monkeypatch.setattr(os, "pread", real)
+    again = batches_of(as_source(made), tokenizer, batch_size=1, length=16)
+    assert [next(again)["tokens"].tolist() for _ in range(2)] == first
+
+
 def test_a_document_longer_than_rows_is_read_once(tmp_path, byte_tokenizer, tokenizer, monkeypatch):
     (tmp_path / "long.txt").write_text("abc" * 1000)
     tokenize(SourceConfig(files=(f"{tmp_path}/long.txt",)), byte_tokenizer, tmp_path / "out")
-    reads = []
+    readers = []
     real = StoredDocuments._read
-    monkeypatch.setattr(StoredDocuments, "_read", lambda self, *a: reads.append(a) or real(self, *a))
+    monkeypatch.setattr(
+        StoredDocuments, "_read", lambda self, *a: readers.append(threading.get_ident()) or real(self, *a)
+    )
     batches = batches_of(as_source(tmp_path / "out"), tokenizer)
-    for _ in range(10):
+    for _ in range(30):
         next(batches)
-    assert len(reads) == 1
+    batches.close()
+    assert len(readers) == len(set(readers)), "by each thread"
 
 
 # ---- interruptions ----
