@@ -27,12 +27,11 @@ from swa_jax.data.haystack import Haystack
 from swa_jax.data.lessons import Dictionary, Lesson, Needles, RepeatedTokens
 from swa_jax.data.packing import PackedPrompts, PackedText, TokenDocuments
 from swa_jax.data.sources import ANSWERED, GENERATED, SourceConfig, source_files
-from swa_jax.data.stored import StoredDocuments, read_manifest
+from swa_jax.data.stored import READERS, StoredDocuments, read_manifest
 from swa_jax.data.tokenizer import Tokenizer
 
 STATE_VERSION = 2  # of the order of samples: raise it when equal arguments give other batches than before
 ENDLESS = 1 << 60  # batches
-READERS = 16  # threads that read tokens from a disk, which may be far away: a bucket answers in tens of milliseconds
 
 
 def make_batches(

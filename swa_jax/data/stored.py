@@ -10,6 +10,7 @@ is read. `verify` reads everything and compares the SHA-256 of every shard.
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import threading
@@ -29,6 +30,7 @@ from swa_jax.data.tokenizer import Tokenizer
 FORMAT = "swa-jax tokens 2"
 UNFINISHED = "unfinished.json"  # in place of the manifest until everything is there
 INDEX = np.dtype([("end", "<u8"), ("hash", "<u8")])
+READERS = 16  # threads that read from a disk, which may be far away: a bucket answers in tens of milliseconds
 OPEN_SHARDS = 256  # files open at a time; many systems allow a process 1024
 
 
@@ -44,7 +46,7 @@ class StoredDocuments:
     def __init__(self, folders: Sequence[Path], tokenizer: Tokenizer | None = None):
         self.manifests = [read_manifest(folder) for folder in folders]
         self._files: list[tuple[Path, str]] = []  # and their type, of each shard
-        indices = []
+        shards = []
         for folder, manifest in zip(folders, self.manifests, strict=True):
             if tokenizer is not None and manifest["tokenizer"] != tokenizer_hash(tokenizer):
                 raise ConfigError(
@@ -54,7 +56,9 @@ class StoredDocuments:
                 )
             for shard in manifest["shards"]:
                 self._files.append((folder / shard["name"], manifest["dtype"]))
-                indices.append(_read_index(folder, shard))
+                shards.append((folder, shard))
+        with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
+            indices = list(pool.map(_read_index, *zip(*shards, strict=True)))
         self._first = np.cumsum([0] + [len(index) for index in indices])  # of each shard: its first document
         self._ends = np.concatenate([index["end"] for index in indices]).astype(np.int64)
         self.hashes = np.concatenate([index["hash"] for index in indices])

@@ -137,21 +137,25 @@ def test_few_files_are_open_at_a_time(made, monkeypatch):
 
 def test_reads_wait_beside_each_other(made, tokenizer, monkeypatch):
     """Those of a bucket take tens of milliseconds: one after the other, they would take longer than a step."""
-    waiting, beside, real = [], [], os.pread
+    waiting, beside = [], {os.pread: [], Path.read_bytes: []}
 
-    def slow(*arguments):
-        waiting.append(1)
-        time.sleep(0.05)
-        beside.append(len(waiting))
-        waiting.pop()
-        return real(*arguments)
+    def slow(real):
+        def read(*arguments):
+            waiting.append(1)
+            time.sleep(0.05)
+            beside[real].append(len(waiting))
+            waiting.pop()
+            return real(*arguments)
 
-    monkeypatch.setattr(os, "pread", slow)
-    batches = batches_of(as_source(made), tokenizer, batch_size=1, length=16)
-    first = [next(batches)["tokens"].tolist() for _ in range(2)]
-    batches.close()
-    assert max(beside) > 2
-    monkeypatch.setattr(os, "pread", real)
+        return read
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pread", slow(os.pread))
+        patched.setattr(Path, "read_bytes", slow(Path.read_bytes))
+        batches = batches_of(as_source(made), tokenizer, batch_size=1, length=16)
+        first = [next(batches)["tokens"].tolist() for _ in range(2)]
+        batches.close()
+    assert min(max(counts) for counts in beside.values()) > 2
     again = batches_of(as_source(made), tokenizer, batch_size=1, length=16)
     assert [next(again)["tokens"].tolist() for _ in range(2)] == first
 
