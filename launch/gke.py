@@ -27,8 +27,17 @@ def place(settings: Settings) -> Gke:
 
 
 def manifest(settings: Settings) -> dict[str, Any]:
-    """The JobSet: one job a slice, one pod a machine; GKE tells each pod its place."""
+    """The JobSet: one job a slice, one pod a machine; GKE tells each pod its place.
+
+    Raises `ConfigError` where the run would write to a pod's own disk, which goes with the pod.
+    """
     gke = place(settings)
+    output = settings.override("output") or "the configuration's own"
+    if not output.startswith(f"{gke.mount_path.rstrip('/')}/"):
+        raise ConfigError(
+            f"output is {output}, which is not in 'gke.mount_path' = {gke.mount_path}: what a pod writes elsewhere "
+            "goes with it"
+        )
     selector = {
         "cloud.google.com/gke-tpu-accelerator": settings.chip.gke,
         "cloud.google.com/gke-tpu-topology": settings.shape,
