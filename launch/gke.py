@@ -2,7 +2,7 @@
 
     python -m launch.gke apply SETTINGS.yaml [a.b=c ...] [--dry-run]
 
-The cluster has a TPU node pool of the slice's shape for every slice, and the JobSet controller (0.6 or newer, for its
+The cluster has a TPU node pool of the slice's shape for every slice, and the JobSet controller (0.7 or newer, for its
 failure policies). The JobSet starts the run again by itself.
 """
 
@@ -97,6 +97,7 @@ def manifest(settings: Settings) -> dict[str, Any]:
         "spec": {
             "failurePolicy": {
                 "maxRestarts": gke.max_restarts,
+                "restartStrategy": "BlockingRecreate",  # a new pod is not to meet one that still saves
                 "rules": [{"action": "RestartJobSetAndIgnoreMaxRestarts", "onJobFailureReasons": ["PodFailurePolicy"]}],
             },
             "replicatedJobs": [{"name": "slice", "replicas": settings.slices, "template": {"spec": job}}],

@@ -62,6 +62,7 @@ def test_preemptions_restart_the_jobset_for_ever_and_failures_do_not():
     assert rules[1]["onExitCodes"] == {"containerName": container["name"], "operator": "In", "values": [143]}
     assert spec["failurePolicy"] == {
         "maxRestarts": 3,
+        "restartStrategy": "BlockingRecreate",
         "rules": [{"action": "RestartJobSetAndIgnoreMaxRestarts", "onJobFailureReasons": ["PodFailurePolicy"]}],
     }
 

@@ -416,7 +416,7 @@ def test_the_manual_mounts_a_bucket(tmp_path):
         subprocess.run(command, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, check=False)
         return said.read_text().splitlines()
 
-    assert "sudo apt-get install -y gcsfuse" in run()
+    assert "sudo apt-get -o DPkg::Lock::Timeout=300 install -y gcsfuse" in run()  # Ubuntu updates itself after boot
     (tmp_path / "gcsfuse").write_text(stub)
     assert run() == ["sudo mkdir -p /shared", "sudo chown me /shared", "gcsfuse --implicit-dirs my-bucket /shared"]
     (tmp_path / "mounted").touch()
