@@ -206,6 +206,28 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(corpus, made, byte_tokeniz
         assert len(seen) - after < len(StoredDocuments([made])) - 100  # finished shards are not done again
 
 
+@pytest.mark.parametrize("bad", [40, 150])  # in a file of which shards are done, and in one that is not begun
+def test_what_is_not_read_yet_may_be_mended(corpus, byte_tokenizer, tmp_path, monkeypatch, bad):
+    monkeypatch.setattr(swa_jax.data.documents, "BATCH_TEXTS", 7)
+    out, file = tmp_path / "again", Path(corpus.files[0]) / f"{bad // 100}.jsonl"
+    whole = file.read_text()
+    lines = whole.split("\n")
+    file.write_text("\n".join([*lines[: bad % 100], "{", *lines[bad % 100 :]]))
+    with pytest.raises(ConfigError, match=rf"{bad // 100}\.jsonl, line {bad % 100 + 1} is not valid JSON"):
+        tokenize(corpus, byte_tokenizer, out, shard_tokens=700)
+    assert json.loads((out / "unfinished.json").read_text())["shards"]
+    file.write_text(whole)
+    first = Path(corpus.files[0]) / "0.jsonl"
+    kept = first.read_text()
+    first.write_text(kept.replace('{"text": ""}\n', "", 1))  # what is done stands elsewhere
+    with pytest.raises(ConfigError, match=r"0\.jsonl.* is not the same"):
+        tokenize(corpus, byte_tokenizer, out, shard_tokens=700)
+    first.write_text(kept)
+    tokenize(corpus, byte_tokenizer, out, shard_tokens=700)
+    tokenize(corpus, byte_tokenizer, tmp_path / "whole", shard_tokens=700)
+    assert contents(out) == contents(tmp_path / "whole")
+
+
 def test_sigkill_leaves_what_the_next_run_completes(corpus, made, byte_tokenizer, tmp_path):
     out = tmp_path / "killed"
     program = (
