@@ -2,7 +2,7 @@
 
     python -m launch.gke apply SETTINGS.yaml [a.b=c ...] [--dry-run]
 
-The cluster has a TPU node pool of the slice's shape for every slice, and the JobSet controller (0.6 or newer, for its
+The cluster has a TPU node pool of the slice's shape for every slice, and the JobSet controller (0.7 or newer, for its
 failure policies). The JobSet starts the run again by itself.
 """
 
@@ -27,8 +27,17 @@ def place(settings: Settings) -> Gke:
 
 
 def manifest(settings: Settings) -> dict[str, Any]:
-    """The JobSet: one job a slice, one pod a machine; GKE tells each pod its place."""
+    """The JobSet: one job a slice, one pod a machine; GKE tells each pod its place.
+
+    Raises `ConfigError` where the run would write to a pod's own disk, which goes with the pod.
+    """
     gke = place(settings)
+    output = settings.override("output") or "the configuration's own"
+    if not output.startswith(f"{gke.mount_path.rstrip('/')}/"):
+        raise ConfigError(
+            f"output is {output}, which is not in 'gke.mount_path' = {gke.mount_path}: what a pod writes elsewhere "
+            "goes with it"
+        )
     selector = {
         "cloud.google.com/gke-tpu-accelerator": settings.chip.gke,
         "cloud.google.com/gke-tpu-topology": settings.shape,
@@ -88,6 +97,7 @@ def manifest(settings: Settings) -> dict[str, Any]:
         "spec": {
             "failurePolicy": {
                 "maxRestarts": gke.max_restarts,
+                "restartStrategy": "BlockingRecreate",  # a new pod is not to meet one that still saves
                 "rules": [{"action": "RestartJobSetAndIgnoreMaxRestarts", "onJobFailureReasons": ["PodFailurePolicy"]}],
             },
             "replicatedJobs": [{"name": "slice", "replicas": settings.slices, "template": {"spec": job}}],
@@ -111,10 +121,10 @@ def render(settings: Settings, run: Runner) -> None:
 
 
 def apply(settings: Settings, run: Runner) -> None:
-    """Create the JobSet."""
+    """Create the JobSet. Where there is one of that name, also of a run that has ended, `delete` it first."""
     check(settings)
     text = yaml.safe_dump(manifest(settings), sort_keys=False)
-    run(kubectl(settings, "apply", "--filename=-"), input=text)
+    run(kubectl(settings, "create", "--filename=-"), input=text)  # `apply` on one that has ended starts nothing
 
 
 def watch(settings: Settings, run: Runner) -> None:
@@ -127,8 +137,8 @@ def watch(settings: Settings, run: Runner) -> None:
 
 
 def delete(settings: Settings, run: Runner) -> None:
-    """End the run: its pods are told to save first."""
-    run(kubectl(settings, "delete", f"jobset/{settings.name}"))
+    """End the run: its pods are told to save first, and have ended when this returns."""
+    run(kubectl(settings, "delete", f"jobset/{settings.name}", "--cascade=foreground"))
 
 
 def xpk(settings: Settings, run: Runner) -> None:

@@ -36,6 +36,10 @@ def commands(
 ) -> list[tuple[dict[str, str], list[str]]]:
     """Environment to add and command line, for each process."""
     started = []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible else [str(i) for i in range(processes * (gpus or 0))]
+    if gpus is not None and len(devices) < processes * gpus:
+        raise ConfigError(f"CUDA_VISIBLE_DEVICES names {len(devices)} GPUs, {processes} processes take {gpus} each")
     for process in range(processes):
         command = [sys.executable, "-m", "swa_jax.cli", "train", *arguments]
         command += [f"--coordinator=127.0.0.1:{port}", f"--processes={processes}", f"--process-id={process}"]
@@ -44,7 +48,7 @@ def commands(
             count = f"--xla_force_host_platform_device_count={cpu_devices}"
             added = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {count}".strip()}
         if gpus is not None:
-            added = {"CUDA_VISIBLE_DEVICES": ",".join(str(process * gpus + i) for i in range(gpus))}
+            added = {"CUDA_VISIBLE_DEVICES": ",".join(devices[process * gpus : (process + 1) * gpus])}
         started.append((added, command))
     return started
 
@@ -118,7 +122,9 @@ def run(
     processes: Annotated[int, Option(help="How many processes train together.", min=1)],
     overrides: Overrides = None,
     cpu_devices: Annotated[int | None, Option(help="CPU devices that each process pretends to have.", min=1)] = None,
-    gpus: Annotated[int | None, Option(help="GPUs of each process, counted through.", min=1)] = None,
+    gpus: Annotated[
+        int | None, Option(help="GPUs of each process, counted through those that are visible.", min=1)
+    ] = None,
     port: Annotated[int | None, Option(help="Where process 0 listens. Default: a free one.")] = None,
     dry_run: DryRun = False,
 ) -> None:

@@ -101,18 +101,19 @@ class Settings:
         for override in self.overrides:
             if "=" not in override:
                 raise ConfigError(f"'overrides' has '{override}', which has not the form a.b=value")
-        output = self._override("output")
+        output = self.override("output")
         if self.machines * self.slices > 1 and not (output or "").startswith("/"):
             found = "no output" if output is None else f"output={output}"
             raise ConfigError(
                 f"'overrides' has {found}: {self.slices * self.machines} machines need one folder that all of them "
                 "mount, as output=/shared/runs/NAME"
             )
-        sized = self._override("mesh.slices")
+        sized = self.override("mesh.slices")
         if sized is not None and sized != str(self.slices):
             raise ConfigError(f"'overrides' has mesh.slices={sized}, but 'slices' is {self.slices}: drop one")
 
-    def _override(self, key: str) -> str | None:
+    def override(self, key: str) -> str | None:
+        """What `overrides` set a key to, if they do."""
         return next((o.partition("=")[2] for o in self.overrides if o.partition("=")[0] == key), None)
 
     @property
@@ -161,7 +162,7 @@ class Settings:
     @property
     def arguments(self) -> tuple[str, ...]:
         """What `swa-jax` is called with on every machine, which finds its process number by itself."""
-        sized = self.slices > 1 and self._override("mesh.slices") is None
+        sized = self.slices > 1 and self.override("mesh.slices") is None
         slices = (f"mesh.slices={self.slices}",) if sized else ()
         return ("train", self.config, *self.overrides, *slices, f"--timeout={self.timeout}")
 

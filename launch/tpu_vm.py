@@ -16,7 +16,8 @@ from launch.settings import SAVED, CommandError, Runner, Settings, TpuVm, check_
 from swa_jax.base.errors import ConfigError
 
 POLL = 30.0  # seconds between two questions
-LOST = ("SUSPENDING", "SUSPENDED", "FAILED")  # states of a queued resource whose machines are gone
+TAKEN = ("SUSPENDING", "SUSPENDED")  # states of a queued resource whose machines were taken away
+LOST = (*TAKEN, "FAILED")  # and of one that never has any
 SILENT = 20  # questions in a row without an answer until it is given up
 # Status of `watch` when the machines, or the run on them, are gone without a word, and of a run that lost a process
 # that way (EX_TEMPFAIL).
@@ -136,7 +137,8 @@ def begin(settings: Settings, run: Runner, *, lost: bool = False) -> None:
     for name, secret in vm.secrets.items():  # read on the machine, so that no command line has it
         access = ["gcloud", "secrets", "versions", "access", "latest", f"--secret={secret}", f"--project={vm.project}"]
         steps.append(f'{name}="$({shlex.join(access)})" && export {name}')
-    steps.append(f"(setsid nohup bash -c {shlex.quote(script)} > train.log 2>&1 < /dev/null &)")
+    # Behind what an earlier start has said of its end.
+    steps.append(f"(setsid nohup bash -c {shlex.quote(script)} >> train.log 2>&1 < /dev/null &)")
     steps.append("until test -e train.pid; do sleep 0.1; done")
     run(on_machines(settings, " && ".join(steps)))
 
@@ -196,7 +198,12 @@ def up(settings: Settings, run: Runner) -> int:
         if not now:
             create(settings, run)
         if now != "ACTIVE":
-            wait(settings, run)
+            try:
+                wait(settings, run)
+            except CommandError:
+                if state(settings, run) in TAKEN:  # before all of them were there
+                    continue
+                raise
             installed = False
         elif first:
             installed = started = _was_started(settings, run)
@@ -221,7 +228,7 @@ def up(settings: Settings, run: Runner) -> int:
             return 0
         if ended not in (SAVED, GONE):
             logs(settings, run)
-            run.note(f"the run failed with status {ended}; the machines are kept: `start` or `delete`")
+            run.note(f"the run failed with status {ended}; the machines are kept: `install` and `start`, or `delete`")
             return ended
         what = "the run was told to stop and has saved" if ended == SAVED else "the run or its machines are gone"
         run.note(f"{what}: once more")

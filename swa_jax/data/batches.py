@@ -27,7 +27,7 @@ from swa_jax.data.haystack import Haystack
 from swa_jax.data.lessons import Dictionary, Lesson, Needles, RepeatedTokens
 from swa_jax.data.packing import PackedPrompts, PackedText, TokenDocuments
 from swa_jax.data.sources import ANSWERED, GENERATED, SourceConfig, source_files
-from swa_jax.data.stored import StoredDocuments, read_manifest
+from swa_jax.data.stored import READERS, StoredDocuments, read_manifest
 from swa_jax.data.tokenizer import Tokenizer
 
 STATE_VERSION = 2  # of the order of samples: raise it when equal arguments give other batches than before
@@ -94,9 +94,9 @@ def make_batches(
         segments = max(sample.max_segments() for sample in samples)
     sizes = {"sequence_length": length, "batch_size": batch_size, "seed": seed, "held_out": held_out}
     count = -(-len(mixed) // batch_size) if held_out else ENDLESS
-    return Batches(
-        _GlobalBatches(mixed, batch_size, taken, segments, count), _fingerprint(sources, tokenizer, sizes), samples
-    )
+    batches = _GlobalBatches(mixed, batch_size, taken, segments, count)
+    threads = READERS if any(source.kind == "tokens" for source in sources) else 1
+    return Batches(batches, _fingerprint(sources, tokenizer, sizes), samples, threads)
 
 
 def _fingerprint(sources: Sequence[SourceConfig], tokenizer: Tokenizer, sizes: dict[str, Any]) -> dict[str, Any]:
@@ -177,9 +177,10 @@ def check_source(source: SourceConfig, tokenizer: Tokenizer | None = None) -> No
 class Batches(grain.DatasetIterator):
     """Global batches, or this process's rows of them; what `make_batches` returns."""
 
-    def __init__(self, batches: _GlobalBatches, fingerprint: dict[str, Any], sources: Sequence[Any]):
+    def __init__(self, batches: _GlobalBatches, fingerprint: dict[str, Any], sources: Sequence[Any], threads: int):
         super().__init__()
         self._sources = sources
+        self._threads = threads
         self._batches, self._fingerprint = batches, fingerprint
         self._done = 0
         self._reader: grain.DatasetIterator | None = None
@@ -187,8 +188,8 @@ class Batches(grain.DatasetIterator):
     def __next__(self) -> dict[str, np.ndarray]:
         self._assert_not_closed()
         if self._reader is None:
-            # One reading thread keeps the next batches ready while a step runs.
-            options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
+            # Threads keep the next batches ready while a step runs.
+            options = grain.ReadOptions(num_threads=self._threads, prefetch_buffer_size=max(2, self._threads))
             self._reader = iter(grain.MapDataset.source(self._batches)[self._done :].to_iter_dataset(options))
         try:
             batch = next(self._reader)

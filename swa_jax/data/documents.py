@@ -15,6 +15,7 @@ import numpy as np
 from swa_jax.base.errors import ConfigError, import_optional, not_installed
 from swa_jax.base.files import parse_json_value, sum_of_json
 from swa_jax.base.settings import nearest
+from swa_jax.data.haystack import read_text
 from swa_jax.data.sources import RECORDS
 from swa_jax.data.tokenizer import PROBE, Tokenizer
 
@@ -147,7 +148,7 @@ def read_texts(file: Path, text_field: str, split: str = "train") -> Iterator[st
     elif file.suffix in RECORDS:
         texts = read_records(file, {"text_field": text_field})
     else:
-        texts = iter([[file.read_text(encoding="utf-8", errors="replace")]])
+        texts = iter([[read_text([file])]])
     for [text] in texts:
         yield text
 
@@ -208,17 +209,18 @@ def _parquet(file: Path, fields: Mapping[str, str]) -> Iterator[list[str]]:
 def _huggingface(folder: Path, fields: Mapping[str, str], split: str) -> Iterator[list[str]]:
     need = f"reading {folder} needs datasets, which is not installed: run pip install datasets"
     datasets = import_optional("datasets", ConfigError(need))
-    if (folder / "dataset_dict.json").exists():
-        splits = datasets.load_from_disk(str(folder))
-        if split not in splits:
-            raise ConfigError(f"{folder} has no split '{split}' (split){nearest(split, list(splits))}")
-        data = splits[split]
-    elif (folder / "state.json").exists():  # one split, saved by itself
-        data = datasets.load_from_disk(str(folder))
-    else:
-        data = datasets.load_dataset(str(folder), split=split)
+    saved = any((folder / name).exists() for name in ("dataset_dict.json", "state.json"))
+    try:
+        data = datasets.load_from_disk(str(folder)) if saved else datasets.load_dataset(str(folder), split=split)
+    except Exception as error:  # its errors have no class in common, and some keep the reason in their cause
+        reason = _first_line(error.__cause__ or error)
+        raise ConfigError(f"{folder} cannot be read as a data set: {reason}") from None
+    if isinstance(data, Mapping):
+        if split not in data:
+            raise ConfigError(f"{folder} has no split '{split}' (split){nearest(split, list(data))}")
+        data = data[split]
     _check_fields(data.column_names, fields, str(folder))
-    for number, record in enumerate(data, 1):
+    for number, record in enumerate(data.select_columns(list(fields.values())), 1):  # pictures would be decoded too
         yield _pick(record, fields, _record(folder, number))
 
 

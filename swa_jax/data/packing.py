@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import logging
+import threading
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -52,7 +54,8 @@ class PackedText:
         self.sizes = np.array([len(documents[i]) for i in range(len(documents))]) if sizes is None else sizes
         total = int(self.sizes.sum())
         self.rows = total // length if seed is not None else -(-total // length)  # an epoch
-        self._epoch: tuple[int, np.ndarray, np.ndarray] | None = None  # number, order, ends
+        self._lock = threading.Lock()  # threads that read ahead are in one epoch and the next
+        self._ordered = functools.lru_cache(maxsize=2)(functools.partial(_ordered, self.sizes, seed))
         if self.rows == 0:
             raise ConfigError(f"{name} has {total} tokens, less than one row of sequence_length = {length}: add files")
 
@@ -61,7 +64,8 @@ class PackedText:
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         epoch, row = divmod(int(index), self.rows)
-        order, ends = self._order(epoch)
+        with self._lock:
+            order, ends = self._ordered(epoch)
         start, stop = row * self.length, (row + 1) * self.length
         tokens = np.zeros(self.length, np.int32)
         segments = np.zeros(self.length, np.int32)
@@ -79,13 +83,6 @@ class PackedText:
         """The most segments that a row can have, in any epoch."""
         # All but the first and the last segment of a row are whole documents.
         return min(self.length, len(self.sizes), 2 + _most_that_fit(self.sizes, self.length - 2))
-
-    def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        cached = self._epoch
-        if cached is None or cached[0] != epoch:
-            order = _order(self.seed, epoch, len(self.documents))
-            cached = self._epoch = (epoch, order, np.cumsum(self.sizes[order]))
-        return cached[1], cached[2]
 
 
 class PackedPrompts:
@@ -118,7 +115,8 @@ class PackedPrompts:
         order = _order(seed, 0, len(self.sizes))
         self._rows = [order[row] for row in pack(self.sizes[order].tolist(), length)]
         self.rows = len(self._rows)  # an epoch
-        self._epoch: tuple[int, np.ndarray] | None = None  # number, order
+        # The first order of this seed was that of the examples: rows take those from 1 on.
+        self._ordered = functools.lru_cache(maxsize=2)(lambda epoch, rows=self.rows: _order(seed, epoch + 1, rows))
 
     def __len__(self) -> int:
         return self.rows * (1 if self.seed is None else ENDLESS)
@@ -133,10 +131,7 @@ class PackedPrompts:
         if top is not None:
             shape = (self.length, top.tokens.shape[1])
             tops = {"top_tokens": np.zeros(shape, np.int32), "top_logprobs": np.zeros(shape, np.float32)}
-        if self._epoch is None or self._epoch[0] != epoch:
-            # The first order of this seed was that of the examples: rows take those from 1 on.
-            self._epoch = (epoch, _order(self.seed, epoch + 1, self.rows))
-        row = self._rows[self._epoch[1][place]]
+        row = self._rows[self._ordered(epoch)[place]]
         start = 0
         for segment, example in enumerate(row, 1):
             prompt = self.prompts[example]
@@ -178,6 +173,12 @@ def pack(sizes: Sequence[int], length: int) -> list[list[int]]:
                 by_room[left] = []
             by_room[left].append(row)
     return rows
+
+
+def _ordered(sizes: np.ndarray, seed: int | None, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    """The documents of an epoch in order, and where each ends."""
+    order = _order(seed, epoch, len(sizes))
+    return order, np.cumsum(sizes[order])
 
 
 def _order(seed: int | None, epoch: int, count: int) -> np.ndarray:

@@ -72,6 +72,8 @@ def source_files(source: SourceConfig) -> tuple[Path, ...]:
     """
     if source.kind in ("dictionary", "passages") or (source.kind == "chains" and source.noise == "words"):
         return ()
+    if not source.files:
+        raise ConfigError(f"a source of kind '{source.kind}' needs its 'files' named")
     if source.kind in ("tokens", "huggingface"):
         return tuple(_folder(name, source.kind) for name in source.files)
     suffixes = {"text": PLAIN_TEXT + RECORDS, "prompts": RECORDS, "distilled": (".jsonl",)}.get(source.kind, PLAIN_TEXT)
@@ -81,17 +83,20 @@ def source_files(source: SourceConfig) -> tuple[Path, ...]:
 def text_files(names: Sequence[str], suffixes: Sequence[str] = PLAIN_TEXT + RECORDS) -> tuple[Path, ...]:
     """The files that names, folders and globs stand for, in a fixed order; nothing found is an error.
 
-    Of a folder those with one of the suffixes are taken; a file that is named is taken whatever its suffix. Files of no
-    bytes are an error if they are named or should hold records; a folder of text may have some.
+    Of a folder, and of folders that are linked into it, those with one of the suffixes are taken, hidden ones left out;
+    a file that is named is taken whatever its suffix. Files of no bytes are an error if they are named or should hold
+    records; a folder of text may have some.
     """
     found: list[Path] = []
     for name in names:
         if name == STANDARD_LIBRARY:
             here = library_files(held_out=False)
-        elif Path(name).is_dir():
-            here = sorted(p for p in Path(name).rglob("*") if p.suffix in suffixes)
+        elif Path(name).is_file():  # its name may have what means something else in a glob
+            here = [Path(name)]
         else:
-            here = sorted(Path(p) for p in glob.glob(name, recursive=True) if Path(p).is_file())
+            folder = Path(name).is_dir()
+            paths = map(Path, glob.glob(f"{glob.escape(name)}/**" if folder else name, recursive=True))
+            here = sorted(p for p in paths if not p.is_dir() and (p.suffix in suffixes or not folder))
         if not here:
             wanted = ", ".join(f"*{suffix}" for suffix in suffixes)
             raise ConfigError(f"data files '{name}': no such file, and no folder or glob with text in it ({wanted})")

@@ -10,6 +10,7 @@ is read. `verify` reads everything and compares the SHA-256 of every shard.
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import threading
@@ -29,6 +30,7 @@ from swa_jax.data.tokenizer import Tokenizer
 FORMAT = "swa-jax tokens 2"
 UNFINISHED = "unfinished.json"  # in place of the manifest until everything is there
 INDEX = np.dtype([("end", "<u8"), ("hash", "<u8")])
+READERS = 16  # threads that read from a disk, which may be far away: a bucket answers in tens of milliseconds
 OPEN_SHARDS = 256  # files open at a time; many systems allow a process 1024
 
 
@@ -44,7 +46,7 @@ class StoredDocuments:
     def __init__(self, folders: Sequence[Path], tokenizer: Tokenizer | None = None):
         self.manifests = [read_manifest(folder) for folder in folders]
         self._files: list[tuple[Path, str]] = []  # and their type, of each shard
-        indices = []
+        shards = []
         for folder, manifest in zip(folders, self.manifests, strict=True):
             if tokenizer is not None and manifest["tokenizer"] != tokenizer_hash(tokenizer):
                 raise ConfigError(
@@ -54,7 +56,9 @@ class StoredDocuments:
                 )
             for shard in manifest["shards"]:
                 self._files.append((folder / shard["name"], manifest["dtype"]))
-                indices.append(_read_index(folder, shard))
+                shards.append((folder, shard))
+        with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
+            indices = list(pool.map(_read_index, *zip(*shards, strict=True)))
         self._first = np.cumsum([0] + [len(index) for index in indices])  # of each shard: its first document
         self._ends = np.concatenate([index["end"] for index in indices]).astype(np.int64)
         self.hashes = np.concatenate([index["hash"] for index in indices])
@@ -62,16 +66,16 @@ class StoredDocuments:
         for first, index in zip(self._first, indices, strict=False):
             self.sizes[first] = index["end"][0]  # counts start anew with each shard
         self._num_ids = 1 << 32 if tokenizer is None else tokenizer.num_ids
-        self._last: tuple[int, np.ndarray] | None = None  # the rows of a long document follow each other
-        self._open: dict[int, int] = {}  # file descriptors by shard
-        self._lock = threading.Lock()  # an iterator set back may still have its old thread reading
-        weakref.finalize(self, _close, self._open)
+        self._read_last = threading.local()  # the rows of a long document follow each other
+        self._open: dict[int, _Descriptor] = {}  # by shard
+        self._lock = threading.Lock()  # of what is open
 
     def __len__(self) -> int:
         return len(self.sizes)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        index, last = int(index), self._last
+        index = int(index)
+        last: tuple[int, np.ndarray] | None = getattr(self._read_last, "document", None)
         if last is not None and last[0] == index:
             return last[1]
         shard = int(np.searchsorted(self._first, index, side="right")) - 1
@@ -86,7 +90,7 @@ class StoredDocuments:
                 f"{self._files[shard][0]}, document {index - self._first[shard]}, holds token {tokens.max()}: the "
                 f"model has embeddings for ids below {self._num_ids} only"
             )
-        self._last = (index, tokens)
+        self._read_last.document = (index, tokens)
         return tokens
 
     def _read(self, shard: int, start: int, count: int) -> np.ndarray:
@@ -96,15 +100,19 @@ class StoredDocuments:
         with self._lock:
             if shard not in self._open:
                 if len(self._open) == OPEN_SHARDS:
-                    os.close(self._open.pop(next(iter(self._open))))
-                self._open[shard] = os.open(file, os.O_RDONLY)
-            data = os.pread(self._open[shard], count * size, start * size)
+                    del self._open[next(iter(self._open))]
+                self._open[shard] = _Descriptor(file)
+            opened = self._open[shard]
+        data = os.pread(opened.number, count * size, start * size)
         return np.frombuffer(data, dtype, len(data) // size)
 
 
-def _close(descriptors: dict[int, int]) -> None:
-    for descriptor in descriptors.values():
-        os.close(descriptor)
+class _Descriptor:
+    """An open file, closed when nobody has it any more."""
+
+    def __init__(self, file: Path):
+        self.number = os.open(file, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.number)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

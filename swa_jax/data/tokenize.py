@@ -1,8 +1,8 @@
 """Tokenising ahead: documents into a folder of shards that `stored.StoredDocuments` reads.
 
 Shards are written one after the other, each under another name until it is whole. After each one `unfinished.json`
-says which documents are done; run again, the work goes on behind them and gives the same bytes. The manifest comes
-last: without it nobody reads the folder.
+says which documents are done; run again, the work goes on behind them and gives the same bytes. What is not read yet
+may have been mended in between. The manifest comes last: without it nobody reads the folder.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -100,8 +100,13 @@ def _write_shards(
     shard = _Shard(out, state)
     try:
         for number, file in enumerate(files[first:], first):
-            texts = itertools.islice(read_texts(file, source.text_field, source.split), skip, None)
-            for document, tokens in enumerate(encode_documents(texts, tokenizer), skip + 1):
+            texts = itertools.islice(read_texts(file, source.text_field, source.split), max(skip - 1, 0), None)
+            documents = encode_documents(texts, tokenizer)
+            if skip:  # the last one that is done stands where it did
+                last = np.frombuffer((out / state["shards"][-1]["index"]).read_bytes(), INDEX)["hash"][-1]
+                if document_hash(next(documents, np.zeros(0, np.int32))) != last:
+                    _refuse(out, f"{file} is not the same up to document {skip}")
+            for document, tokens in enumerate(documents, skip + 1):
                 shard.add(tokens)
                 if shard.tokens >= state["shard_tokens"]:
                     shard.finish([number, document])
@@ -178,8 +183,10 @@ def _unfinished(out: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     if (out / UNFINISHED).exists():
         state = read_json(out / UNFINISHED)
         if state["shards"]:
-            _check_same(out, wanted, state)
-            return state
+            done = state["next"][0]  # files that were read to the end
+            read = [one | {"files": one["files"][:done]} for one in (wanted, state)]
+            _check_same(out, *read)
+            return state | {"files": wanted["files"]}
     elif extra := sorted(path.name for path in out.iterdir()):
         raise ConfigError(f"{out} is not empty (it has {extra[0]}): name a new folder")
     write_json(out / UNFINISHED, wanted)
@@ -194,7 +201,11 @@ def _check_same(out: Path, wanted: dict[str, Any], there: dict[str, Any]) -> Non
                 changed = [now for then, now in zip(there[key], wanted[key], strict=False) if then != now]
                 name, size = changed[0] if changed else wanted[key][-1]
                 what = f"{len(there[key])} files, and now {len(wanted[key])}: {name} ({size} bytes) is not the same"
-            raise ConfigError(f"{out} holds tokens of other data ({what}): name a new folder, or delete it")
+            _refuse(out, what)
+
+
+def _refuse(out: Path, what: str) -> NoReturn:
+    raise ConfigError(f"{out} holds tokens of other data ({what}): name a new folder, or delete it")
 
 
 def _copy_tokenizer(path: Path, out: Path) -> None:

@@ -89,19 +89,26 @@ def _detect(processes: int | None, process: int | None, coordinator: str | None,
 
 
 def _tpu_pod(timeout: int) -> tuple[int, int, str] | None:
-    """(processes, number of this one, coordinator) on a TPU VM that is one of several workers; None elsewhere."""
+    """(processes, number of this one, coordinator) on a TPU VM that is one of several workers; None elsewhere.
+
+    Raises `ConfigError` where there are others, but the machine of the first is not known by its name in time.
+    """
     platforms = os.environ.get("JAX_PLATFORMS", "tpu")
     if "tpu" not in platforms or not any(map(glob.glob, _TPUS)):
         return None
     from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster, GkeTpuCluster
 
     try:
-        for kind in (GkeTpuCluster, GceTpuCluster):
-            if kind.is_env_present():
-                count = kind.get_process_count()
-                if count == 1:
-                    return None
-                return count, kind.get_process_id(), kind.get_coordinator_address(timeout, None)
-    except (OSError, RuntimeError, ValueError):  # no metadata server: TPUs, but not a pod of Google Cloud
+        kind = next(kind for kind in (GkeTpuCluster, GceTpuCluster) if kind.is_env_present())
+        count, number = kind.get_process_count(), kind.get_process_id()
+    except (OSError, RuntimeError, ValueError, StopIteration):  # TPUs, but not a pod of Google Cloud
         return None
-    return None
+    if count == 1:
+        return None
+    try:
+        return count, number, kind.get_coordinator_address(timeout, None)
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(
+            f"this is process {number} of {count} of a TPU pod, but process 0 was not found within {timeout} s "
+            f"({error}): start all of them, or give them a longer --timeout"
+        ) from None

@@ -160,8 +160,22 @@ def test_files_folders_and_globs(folder):
     assert [f.name for f in text_files([f"{folder}/*.txt"])] == ["a.txt", "c.txt", "empty.txt"]
     assert [f.name for f in text_files([f"{folder}/d.bin"])] == ["d.bin"]
     assert len(text_files(["stdlib"])) > 50
+    (folder / "e[1].txt").write_text("e")
+    assert [f.name for f in text_files([f"{folder}/e[1].txt"])] == ["e[1].txt"]
     with pytest.raises(ConfigError, match=r"'nowhere\.txt': no such file"):
         text_files(["nowhere.txt"])
+
+
+def test_a_folder_is_searched_to_the_bottom(folder, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other[1]")
+    (other / "f.txt").write_text("f")
+    (folder / "code.py").mkdir()
+    (folder / "code.py" / "g.py").write_text("g")
+    (folder / "linked").symlink_to(other)
+    (folder / "gone.txt").symlink_to("nowhere")  # reading it says so
+    names = ["a.txt", "b.md", "c.txt", "g.py", "empty.txt", "gone.txt", "f.txt"]
+    assert [f.name for f in text_files([str(folder)])] == names
+    assert [f.name for f in text_files([str(other)])] == ["f.txt"]
 
 
 # ---- batches ----

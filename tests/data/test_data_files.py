@@ -1,5 +1,6 @@
 """Every kind of file a source can name, and what is said of those that cannot be read."""
 
+import gzip
 import json
 import sys
 import types
@@ -43,11 +44,19 @@ def fake_datasets(monkeypatch, data):
     class Dataset(list):
         column_names = ("text", "id")
 
+        def __iter__(self):
+            raise OSError("a picture that nobody asked for cannot be decoded")
+
+        def select_columns(self, names):
+            return [{name: self[i][name] for name in names} for i in range(len(self))]
+
     calls = []
 
     def load(name):
         def call(path, **options):
             calls.append((name, path, options))
+            if isinstance(data, Exception):
+                raise data
             return {k: Dataset(v) for k, v in data.items()} if isinstance(data, dict) else Dataset(data)
 
         return call
@@ -117,6 +126,15 @@ def test_huggingface_splits_and_folders(tmp_path, monkeypatch):
         list(read_texts(tmp_path, "body", "train"))
 
 
+def test_what_datasets_says_is_a_sentence(tmp_path, monkeypatch):
+    wrapped = RuntimeError("An error occurred while generating the dataset")
+    wrapped.__cause__ = ValueError("a.jsonl: bad JSON\nin line 3")
+    for error, reason in ((ValueError("Unknown split"), "Unknown split"), (wrapped, "a.jsonl: bad JSON")):
+        fake_datasets(monkeypatch, error)
+        with pytest.raises(ConfigError, match=f"^{tmp_path} cannot be read as a data set: {reason}$"):
+            list(read_texts(tmp_path, "text", "nope"))
+
+
 @pytest.mark.parametrize(
     ("module", "file", "sentence"),
     [
@@ -131,6 +149,13 @@ def test_a_library_that_is_not_installed(module, file, sentence, tmp_path, monke
         path.write_bytes(b"")
     with pytest.raises(ConfigError, match=sentence):
         list(read_texts(path, "text"))
+
+
+@pytest.mark.parametrize("data", [gzip.compress(b'{"text": "a"}\n' * 50), "in UTF-16".encode("utf-16"), bytes(50)])
+def test_what_is_no_text_is_refused(data, tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(data)
+    with pytest.raises(ConfigError, match=r"a\.jsonl\.gz is no text in UTF-8: save it as one, or name another file"):
+        list(read_texts(tmp_path / "a.jsonl.gz", "text"))
 
 
 # ---- prompts ----
@@ -235,6 +260,8 @@ def test_prompts_need_records_and_both_halves(tmp_path, tokenizer):
 
 def test_missing_folders_are_named(tmp_path):
     for kind in ("tokens", "huggingface"):
+        with pytest.raises(ConfigError, match=f"a source of kind '{kind}' needs its 'files' named"):
+            check_source(SourceConfig(kind, ()))
         with pytest.raises(ConfigError, match=f"/nowhere': no such folder, which is what kind '{kind}' reads"):
             check_source(SourceConfig(kind, (f"{tmp_path}/nowhere",)))
     with pytest.raises(ConfigError, match=r"has no manifest\.json: it is no folder that `swa-jax data tokenize` made"):

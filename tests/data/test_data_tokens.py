@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -134,16 +135,44 @@ def test_few_files_are_open_at_a_time(made, monkeypatch):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_reads_wait_beside_each_other(made, tokenizer, monkeypatch):
+    """Those of a bucket take tens of milliseconds: one after the other, they would take longer than a step."""
+    waiting, beside = [], {os.pread: [], Path.read_bytes: []}
+
+    def slow(real):
+        def read(*arguments):
+            waiting.append(1)
+            time.sleep(0.05)
+            beside[real].append(len(waiting))
+            waiting.pop()
+            return real(*arguments)
+
+        return read
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pread", slow(os.pread))
+        patched.setattr(Path, "read_bytes", slow(Path.read_bytes))
+        batches = batches_of(as_source(made), tokenizer, batch_size=1, length=16)
+        first = [next(batches)["tokens"].tolist() for _ in range(2)]
+        batches.close()
+    assert min(max(counts) for counts in beside.values()) > 2
+    again = batches_of(as_source(made), tokenizer, batch_size=1, length=16)
+    assert [next(again)["tokens"].tolist() for _ in range(2)] == first
+
+
 def test_a_document_longer_than_rows_is_read_once(tmp_path, byte_tokenizer, tokenizer, monkeypatch):
     (tmp_path / "long.txt").write_text("abc" * 1000)
     tokenize(SourceConfig(files=(f"{tmp_path}/long.txt",)), byte_tokenizer, tmp_path / "out")
-    reads = []
+    readers = []
     real = StoredDocuments._read
-    monkeypatch.setattr(StoredDocuments, "_read", lambda self, *a: reads.append(a) or real(self, *a))
+    monkeypatch.setattr(
+        StoredDocuments, "_read", lambda self, *a: readers.append(threading.get_ident()) or real(self, *a)
+    )
     batches = batches_of(as_source(tmp_path / "out"), tokenizer)
-    for _ in range(10):
+    for _ in range(30):
         next(batches)
-    assert len(reads) == 1
+    batches.close()
+    assert len(readers) == len(set(readers)), "by each thread"
 
 
 # ---- interruptions ----
@@ -175,6 +204,28 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(corpus, made, byte_tokeniz
     assert contents(out) == contents(made)
     if after == 150:
         assert len(seen) - after < len(StoredDocuments([made])) - 100  # finished shards are not done again
+
+
+@pytest.mark.parametrize("bad", [40, 150])  # in a file of which shards are done, and in one that is not begun
+def test_what_is_not_read_yet_may_be_mended(corpus, byte_tokenizer, tmp_path, monkeypatch, bad):
+    monkeypatch.setattr(swa_jax.data.documents, "BATCH_TEXTS", 7)
+    out, file = tmp_path / "again", Path(corpus.files[0]) / f"{bad // 100}.jsonl"
+    whole = file.read_text()
+    lines = whole.split("\n")
+    file.write_text("\n".join([*lines[: bad % 100], "{", *lines[bad % 100 :]]))
+    with pytest.raises(ConfigError, match=rf"{bad // 100}\.jsonl, line {bad % 100 + 1} is not valid JSON"):
+        tokenize(corpus, byte_tokenizer, out, shard_tokens=700)
+    assert json.loads((out / "unfinished.json").read_text())["shards"]
+    file.write_text(whole)
+    first = Path(corpus.files[0]) / "0.jsonl"
+    kept = first.read_text()
+    first.write_text(kept.replace('{"text": ""}\n', "", 1))  # what is done stands elsewhere
+    with pytest.raises(ConfigError, match=r"0\.jsonl.* is not the same"):
+        tokenize(corpus, byte_tokenizer, out, shard_tokens=700)
+    first.write_text(kept)
+    tokenize(corpus, byte_tokenizer, out, shard_tokens=700)
+    tokenize(corpus, byte_tokenizer, tmp_path / "whole", shard_tokens=700)
+    assert contents(out) == contents(tmp_path / "whole")
 
 
 def test_sigkill_leaves_what_the_next_run_completes(corpus, made, byte_tokenizer, tmp_path):

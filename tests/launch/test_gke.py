@@ -62,6 +62,7 @@ def test_preemptions_restart_the_jobset_for_ever_and_failures_do_not():
     assert rules[1]["onExitCodes"] == {"containerName": container["name"], "operator": "In", "values": [143]}
     assert spec["failurePolicy"] == {
         "maxRestarts": 3,
+        "restartStrategy": "BlockingRecreate",
         "rules": [{"action": "RestartJobSetAndIgnoreMaxRestarts", "onJobFailureReasons": ["PodFailurePolicy"]}],
     }
 
@@ -69,7 +70,7 @@ def test_preemptions_restart_the_jobset_for_ever_and_failures_do_not():
 def test_apply_gives_kubectl_the_manifest(tmp_path, monkeypatch, capsys):
     assert main(gke.VERBS, "", ["apply", str(EXAMPLE), "gke.namespace=team", "gke.queue=tpus", "--dry-run"]) == 0
     first, *text, end = capsys.readouterr().out.splitlines()
-    assert shlex.split(first)[:3] == ["kubectl", "--namespace=team", "apply"]
+    assert shlex.split(first)[:3] == ["kubectl", "--namespace=team", "create"]  # one that has ended is in the way
     assert (first[-7:], end) == ("<<'END'", "END")
     expected = gke.manifest(settings("gke.namespace=team", "gke.queue=tpus"))
     assert yaml.safe_load("\n".join(text)) == expected
@@ -80,6 +81,11 @@ def test_apply_gives_kubectl_the_manifest(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert main(gke.VERBS, "", ["apply", str(EXAMPLE)]) == 0
     assert yaml.safe_load((tmp_path / "applied").read_text()) == gke.manifest(settings())
+
+
+def test_delete_returns_when_the_pods_have_saved(capsys):
+    (command,) = dry(capsys, gke.VERBS, "delete")
+    assert command[2:] == ["delete", "jobset/bosch-8b", "--cascade=foreground"]
 
 
 def test_xpk(capsys):
@@ -96,10 +102,11 @@ def test_gkes_own_settings(capsys):
         ("apply", "gke=null", "missing key 'gke': image and volume_claim"),
         ("apply", "gke={image: x}", "missing key 'gke.volume_claim'"),
         ("xpk", "slices=1", "missing key 'gke.cluster': xpk needs it"),
+        ("apply", "gke.mount_path=/data", "output is /shared/runs/bosch-8b, which is not in 'gke.mount_path' = /data:"),
         ("render", "overrides=[output=/s, seed=x]", "configs/bosch/qwen3-8b.yaml with 'overrides': 'seed' must be int"),
         ("xpk", "gke={image: a, volume_claim: b, cluster: c, project: d, zone: e, secret: f}", "'gke.secret' is set"),
     ):
         assert main(gke.VERBS, "", [verb, str(EXAMPLE), change]) == 2
-        assert capsys.readouterr().err.startswith(sentence)
+        assert capsys.readouterr().err.splitlines()[-1].startswith(sentence)
     assert main(gke.VERBS, "", ["aply", str(EXAMPLE)]) == 2
     assert capsys.readouterr().err.count("\n") == 1

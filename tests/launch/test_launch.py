@@ -163,10 +163,11 @@ def test_secrets_are_read_on_the_machine(tmp_path, capsys):
         run = ["bash", "-c", flag(command, "command")]
         return subprocess.run(run, cwd=tmp_path, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}).returncode
 
-    assert started("wandb-key") == 0
     log = tmp_path / "swa-jax" / "train.log"
-    wait_until(lambda: log.exists() and log.read_text())
-    assert log.read_text() == "key s3cret\n"
+    log.write_text("why the last start ended\n")
+    assert started("wandb-key") == 0
+    wait_until(lambda: log.read_text().count("\n") == 2)
+    assert log.read_text() == "why the last start ended\nkey s3cret\n"
     assert started("another") != 0, "a run without its key would fail later"
 
 
@@ -323,6 +324,11 @@ UPS = {  # states of the machines, answers of the run; the status of `up`, its s
         ["running", "running", "0"],
         (0, [*FIRST, "delete", *FIRST], "the run or its machines are gone: once more"),
     ),
+    "machines that are taken away before all have come": (
+        ["NOT_FOUND", "PROVISIONING", *["SUSPENDED"] * 3, "ACTIVE", "ACTIVE"],
+        ["0"],
+        (0, ["create", "delete", *FIRST], ""),
+    ),
     "a run that is gone from machines that were started anew": (
         [*THERE, "ACTIVE", "ACTIVE"],
         ["lost", "0"],
@@ -367,7 +373,7 @@ def test_up_bears_a_network_that_is_away_for_a_while(cloud, capfd):
 
 
 def test_up_gives_up_where_no_machines_will_come(cloud, capfd):
-    status, _ = cloud(["NOT_FOUND", "FAILED"], [])
+    status, _ = cloud(["NOT_FOUND", "FAILED", "FAILED"], [])
     assert status == 2
     assert "bosch-8b is FAILED: no machines will come" in capfd.readouterr().err
     status, _ = cloud(["offline"], [])
@@ -410,7 +416,7 @@ def test_the_manual_mounts_a_bucket(tmp_path):
         subprocess.run(command, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, check=False)
         return said.read_text().splitlines()
 
-    assert "sudo apt-get install -y gcsfuse" in run()
+    assert "sudo apt-get -o DPkg::Lock::Timeout=300 install -y gcsfuse" in run()  # Ubuntu updates itself after boot
     (tmp_path / "gcsfuse").write_text(stub)
     assert run() == ["sudo mkdir -p /shared", "sudo chown me /shared", "gcsfuse --implicit-dirs my-bucket /shared"]
     (tmp_path / "mounted").touch()

@@ -42,7 +42,7 @@ def dry_run(capsys, *arguments: object) -> list[list[str]]:
     return [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_local_dry_run(tmp_path, capsys):
+def test_local_dry_run(tmp_path, capsys, monkeypatch):
     file = tmp_path / "a b.yaml"
     file.write_text((ROOT / "configs" / "swat-tiny.yaml").read_text())
     lines = dry_run(capsys, file, "output=runs/a b", "--cpu-devices=4")
@@ -54,8 +54,16 @@ def test_local_dry_run(tmp_path, capsys):
         assert line[10:] == ["--processes=2", f"--process-id={number}"]
     assert lines[0][9] == lines[1][9]
     assert lines[0][9].startswith("--coordinator=127.0.0.1:")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     devices = [line[1] for line in dry_run(capsys, file, "--gpus=2")]
     assert devices == ["CUDA_VISIBLE_DEVICES=0,1", "CUDA_VISIBLE_DEVICES=2,3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7,GPU-a")  # the others are somebody else's
+    assert [line[1] for line in dry_run(capsys, file, "--gpus=1")] == [
+        "CUDA_VISIBLE_DEVICES=4",
+        "CUDA_VISIBLE_DEVICES=7",
+    ]
+    assert main([str(file), "--processes=2", "--gpus=2", "--dry-run"]) == 2
+    assert capsys.readouterr().err == "CUDA_VISIBLE_DEVICES names 3 GPUs, 2 processes take 2 each\n"
 
 
 def test_local_refuses(capsys, monkeypatch):

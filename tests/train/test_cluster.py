@@ -56,6 +56,11 @@ def test_a_tpu_vm_that_is_one_of_several_workers_is_detected_without_being_asked
     assert found() is None
     (tmp_path / "accel0").touch()
     assert found() == Member(1, 2, "localhost:8482")
+    with monkeypatch.context() as missing:
+        missing.setenv("TPU_WORKER_HOSTNAMES", "nowhere.invalid,other")
+        missing.setattr("time.sleep", lambda seconds: None)
+        with pytest.raises(ConfigError, match=r"process 1 of 2 of a TPU pod, but process 0 was not found within 1 s"):
+            found()  # it would train alone
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert found() is None
     monkeypatch.setenv("JAX_PLATFORMS", "tpu,cpu")
