@@ -201,9 +201,10 @@ def up(settings: Settings, run: Runner) -> int:
             try:
                 wait(settings, run)
             except CommandError:
-                if state(settings, run) in TAKEN:  # before all of them were there
-                    continue
-                raise
+                if state(settings, run) not in TAKEN:
+                    raise
+                time.sleep(POLL)  # they were taken away before all of them were there
+                continue
             installed = False
         elif first:
             installed = started = _was_started(settings, run)
