@@ -3,8 +3,8 @@
     python -m launch.local CONFIG [a.b=c ...] --processes 2 [--cpu-devices 4 | --gpus 1] [--dry-run]
 
 Each line of their logs begins with the process's number. SIGTERM, Ctrl-C and a terminal that goes away have the run
-save and end (status 143); a second one kills it. When one process fails, the others are ended. When they have saved and ended although nobody told
-this launcher so, as by a preemption notice, they are started again.
+save and end (status 143); a second one kills it. When one process fails, the others are ended. When they have saved and
+ended although nobody told this launcher so, as by a preemption notice, they are started again.
 """
 
 from __future__ import annotations
