@@ -2,9 +2,9 @@
 
     python -m launch.local CONFIG [a.b=c ...] --processes 2 [--cpu-devices 4 | --gpus 1] [--dry-run]
 
-Each line of their logs begins with the process's number. SIGTERM and Ctrl-C have the run save and end (status 143); a
-second one kills it. When one process fails, the others are ended. When they have saved and ended although nobody told
-this launcher so, as by a preemption notice, they are started again.
+Each line of their logs begins with the process's number. SIGTERM, Ctrl-C and a terminal that goes away have the run
+save and end (status 143); a second one kills it. When one process fails, the others are ended. When they have saved and
+ended although nobody told this launcher so, as by a preemption notice, they are started again.
 """
 
 from __future__ import annotations
@@ -142,8 +142,9 @@ def run(
                 print(shlex.join(["env", *(f"{key}={value}" for key, value in added.items()), *command]))
             return
         group = ProcessGroup()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, group.on_signal)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                signal.signal(number, group.on_signal)
         group.start(started)
         status = group.wait()
         if status != SAVED or group.signals:

@@ -70,13 +70,17 @@ def create(settings: Settings, run: Runner) -> None:
     run(gcloud(settings, "create", *flags))
 
 
-def state(settings: Settings, run: Runner) -> str:
-    """The state of the queued resource; "" where there is none. Raises `CommandError` where gcloud does not say."""
-    status, text, errors = run.read(gcloud(settings, "describe", "--format=value(state.state)"))
-    if status == 0:
-        return text
-    if "NOT_FOUND" in errors:
-        return ""
+def state(settings: Settings, run: Runner, tries: int = 1) -> str:
+    """The state of the queued resource; "" where there is none. Raises `CommandError` where gcloud does not say, having
+    been asked so many times: the network may be away for a while."""
+    for left in reversed(range(tries)):
+        status, text, errors = run.read(gcloud(settings, "describe", "--format=value(state.state)"))
+        if status == 0:
+            return text
+        if "NOT_FOUND" in errors:
+            return ""
+        if left:
+            time.sleep(POLL)
     raise CommandError(f"gcloud does not say how {settings.name} is: {errors}")
 
 
@@ -84,7 +88,7 @@ def wait(settings: Settings, run: Runner) -> None:
     """Until the machines are there."""
     run.note(f"every {POLL:.0f} s, until the state is ACTIVE:")
     before = None
-    while (now := state(settings, run)) != "ACTIVE" and not run.dry_run:
+    while (now := state(settings, run, SILENT)) != "ACTIVE" and not run.dry_run:
         if now in (*LOST, ""):
             raise CommandError(f"{settings.name} is {now or 'not known'}: no machines will come; delete and create it")
         if now != before:
@@ -191,7 +195,7 @@ def up(settings: Settings, run: Runner) -> int:
     installed = started = lost = False
     first = True
     while True:
-        now = state(settings, run)
+        now = state(settings, run, 1 if first else SILENT)
         if now in LOST:
             delete(settings, run)
             now = ""
@@ -201,9 +205,10 @@ def up(settings: Settings, run: Runner) -> int:
             try:
                 wait(settings, run)
             except CommandError:
-                if state(settings, run) in TAKEN:  # before all of them were there
-                    continue
-                raise
+                if state(settings, run, SILENT) not in TAKEN:
+                    raise
+                time.sleep(POLL)  # they were taken away before all of them were there
+                continue
             installed = False
         elif first:
             installed = started = _was_started(settings, run)
@@ -215,9 +220,9 @@ def up(settings: Settings, run: Runner) -> int:
             ended = watch(settings, run)
             if ended not in (0, SAVED, GONE):  # perhaps because one of the machines has just been taken away
                 time.sleep(POLL)
-                ended = ended if state(settings, run) == "ACTIVE" else GONE
+                ended = ended if state(settings, run, SILENT) == "ACTIVE" else GONE
         except CommandError:
-            if state(settings, run) == "ACTIVE":
+            if state(settings, run, SILENT) == "ACTIVE":
                 raise
             ended = GONE  # in the middle of it
         if run.dry_run:

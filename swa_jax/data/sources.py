@@ -96,7 +96,8 @@ def text_files(names: Sequence[str], suffixes: Sequence[str] = PLAIN_TEXT + RECO
         else:
             folder = Path(name).is_dir()
             paths = map(Path, glob.glob(f"{glob.escape(name)}/**" if folder else name, recursive=True))
-            here = sorted(p for p in paths if not p.is_dir() and (p.suffix in suffixes or not folder))
+            files = sorted((p for p in paths if not p.is_dir() and (p.suffix in suffixes or not folder)), reverse=True)
+            here = sorted({p.resolve(): p for p in files}.values())  # links may lead to one file by several ways
         if not here:
             wanted = ", ".join(f"*{suffix}" for suffix in suffixes)
             raise ConfigError(f"data files '{name}': no such file, and no folder or glob with text in it ({wanted})")

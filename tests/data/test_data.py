@@ -172,6 +172,7 @@ def test_a_folder_is_searched_to_the_bottom(folder, tmp_path_factory):
     (folder / "code.py").mkdir()
     (folder / "code.py" / "g.py").write_text("g")
     (folder / "linked").symlink_to(other)
+    (folder / "again").symlink_to(folder)  # leads to every file once more, and in a circle
     (folder / "gone.txt").symlink_to("nowhere")  # reading it says so
     names = ["a.txt", "b.md", "c.txt", "g.py", "empty.txt", "gone.txt", "f.txt"]
     assert [f.name for f in text_files([str(folder)])] == names

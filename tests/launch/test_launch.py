@@ -366,6 +366,10 @@ def test_up_bears_a_network_that_is_away_for_a_while(cloud, capfd):
     states = ["NOT_FOUND", "ACTIVE", *["offline"] * 15, "ACTIVE"]
     status, _ = cloud(states, ["0"])
     assert status == 0
+    away = ["offline"] * (tpu_vm.SILENT - 1)  # while it waits for machines, after it has ended, and before a new start
+    states = ["NOT_FOUND", *away, "PROVISIONING", *away, "ACTIVE", "ACTIVE", *away, "SUSPENDED", *away, "SUSPENDED"]
+    status, _ = cloud([*states, "ACTIVE", "ACTIVE"], ["2", "0"])
+    assert status == 0
     states = ["NOT_FOUND", "ACTIVE", *["ACTIVE"] * tpu_vm.SILENT, "ACTIVE"]
     status, _ = cloud(states, ["no answer"] * tpu_vm.SILENT)
     assert status == 2

@@ -108,7 +108,7 @@ def test_local_ends_all_when_one_fails(failure, status):
     assert set(out.splitlines()) <= {"[0] told", "[2] told"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_local_hands_on_the_signal_and_says_that_the_run_has_saved(number):
     code = _ME + (
         "signal.signal(signal.SIGTERM, lambda *_: print('saved', flush=True) or sys.exit(143))\n"
