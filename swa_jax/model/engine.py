@@ -184,7 +184,8 @@ class Engine:
         drawing: DrawRules,
     ) -> Iterator[Piece]:
         waiting = deque(wanted)
-        self._slots = {}
+        self._slots = {}  # an earlier stream may not have been read to its end
+        self._sequences = dataclasses.replace(self._sequences, active=jnp.zeros(self.num_slots, bool))
         while waiting or self._slots:
             for number in range(self.num_slots):
                 if waiting and number not in self._slots:
