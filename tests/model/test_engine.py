@@ -168,6 +168,19 @@ def test_the_consumer_ends_replies():
     assert replies(engine, prompts[::-1], max_new_tokens=NEW) == expected[::-1]
 
 
+def test_a_reply_that_is_ended_from_outside_is_remembered_right():
+    """Its slot has decoded tokens that nobody was given; the rings stand behind them."""
+    model, prompts = model_of("window"), random_prompts((29, 9))
+    engine = Engine(model, slots=SLOTS, max_length=64, chunk=CHUNK, steps=STEPS, prefixes=4)
+    found: list[list[int]] = [[], []]
+    for piece in engine.stream(prompts, max_new_tokens=20):
+        found[piece.prompt] += piece.tokens
+        if piece.prompt == 0 and found[1]:
+            engine.stop(1)
+    turn = prompts[1] + alone(model, prompts[1:], max_new_tokens=20)[0][:6]
+    assert replies(engine, [turn], max_new_tokens=NEW) == alone(model, [turn])
+
+
 def test_what_an_engine_refuses(monkeypatch):
     model = model_of("window")
     monkeypatch.setattr("swa_jax.model.memory.free_memory", lambda: 2.0**30)
