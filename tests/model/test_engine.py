@@ -125,7 +125,7 @@ def test_a_remembered_prefix_changes_nothing(name):
     engine = Engine(model, slots=1, max_length=64, chunk=CHUNK, steps=STEPS, prefixes=8)
     assert replies(engine, prompts, max_new_tokens=NEW) == expected
     # Whole caches hold every beginning. Rings show only where two prompts parted, from the second on.
-    rings = not model.pattern.full_cache_heads(2).all()
+    rings = engine._prefixes.has_rings
     if last := model.pattern.num_last_tokens:  # they are computed anew for each prompt, with the token before them
         assert engine.computed_tokens == 29 + 9 + (last + 1) + last + (last + 1) + 6
         return
