@@ -35,7 +35,10 @@ HELP = "/new starts a new conversation, /exit or Ctrl-D ends it, Ctrl-C ends a r
 def chat(
     model: Model,
     system: Annotated[str | None, in_prompts(help="What the model is told before the first message.")] = None,
-    length: Annotated[int, in_running(help="Tokens that a conversation may have.", min=2)] = 4096,
+    length: Annotated[
+        int | None,
+        in_running(help="Tokens that a conversation may have. Default: the model's context, or 4096 if less.", min=2),
+    ] = None,
     pattern: Pattern = None,
     *,
     window: WindowGiven,
@@ -64,6 +67,7 @@ def chat(
             "`swa-jax generate`, which takes plain text"
         )
     ((_, chosen),) = choose_patterns(opened, [] if pattern is None else [pattern], window.as_window)
+    length = length or min(opened.config.max_position_embeddings, 4096)
     note_context(opened.config, length)
     decoder = load_model(opened, chosen, dtype=dtype)
     engine = Engine(decoder, slots=1, max_length=length, chunk=chunk, prefixes=2)

@@ -184,7 +184,8 @@ class Engine:
         drawing: DrawRules,
     ) -> Iterator[Piece]:
         waiting = deque(wanted)
-        self._slots = {}
+        self._slots = {}  # an earlier stream may not have been read to its end
+        self._sequences = dataclasses.replace(self._sequences, active=jnp.zeros(self.num_slots, bool))
         while waiting or self._slots:
             for number in range(self.num_slots):
                 if waiting and number not in self._slots:
@@ -279,8 +280,8 @@ class Engine:
         """Make room for the next prompt."""
         if slot.is_filled and self._prefixes.size and not self.model.pattern.full_attention_decode:
             # Under full-attention decode a reply's keys are not those that a prompt of the same tokens has.
-            length = min(int(self._cache.lengths[number]), len(slot.tokens))
-            if length > slot.prompt_length:
+            length = int(self._cache.lengths[number])
+            if slot.prompt_length < length <= len(slot.tokens):  # else it holds what nobody was given
                 slot.rings[length] = rings_of(self._cache, jnp.int32(number))
                 self._remember(number, slot, length)
         active = self._sequences.active.at[number].set(False)

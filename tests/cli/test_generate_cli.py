@@ -164,7 +164,7 @@ def test_a_second_interruption_ends_a_reply_that_has_not_begun(talking, monkeypa
         yield
 
     monkeypatch.setattr(Engine, "stream", reading)
-    assert run("chat", talking, "--length", 64, input="hi\n", status=130) == "interrupted\n"
+    assert run("chat", talking, input="hi\n", status=130) == "interrupted\n"
 
 
 def test_prompts_that_share_no_cache_are_not_in_memory_together(checkpoint, tmp_path, monkeypatch):

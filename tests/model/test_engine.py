@@ -125,7 +125,7 @@ def test_a_remembered_prefix_changes_nothing(name):
     engine = Engine(model, slots=1, max_length=64, chunk=CHUNK, steps=STEPS, prefixes=8)
     assert replies(engine, prompts, max_new_tokens=NEW) == expected
     # Whole caches hold every beginning. Rings show only where two prompts parted, from the second on.
-    rings = not model.pattern.full_cache_heads(2).all()
+    rings = engine._prefixes.has_rings
     if last := model.pattern.num_last_tokens:  # they are computed anew for each prompt, with the token before them
         assert engine.computed_tokens == 29 + 9 + (last + 1) + last + (last + 1) + 6
         return
@@ -161,9 +161,24 @@ def test_the_consumer_ends_replies():
     assert [found[0], *found[2:]] == [expected[0], *expected[2:]]
     assert 1 <= len(found[1]) < NEW
     assert found[1] == expected[1][: len(found[1])]
-    # A stream that nobody reads to its end leaves nothing behind either.
-    next(engine.stream(prompts, max_new_tokens=NEW))
-    assert replies(engine, prompts[:1], max_new_tokens=NEW) == expected[:1]
+    # A stream that nobody reads to its end leaves nothing behind either: its slots decode no further.
+    unread = engine.stream(random_prompts((3, 3, 3), seed=9), max_new_tokens=40)
+    while sum(engine._sequences.active) < SLOTS:
+        next(unread)
+    assert replies(engine, prompts[::-1], max_new_tokens=NEW) == expected[::-1]
+
+
+def test_a_reply_that_is_ended_from_outside_is_remembered_right():
+    """Its slot has decoded tokens that nobody was given; the rings stand behind them."""
+    model, prompts = model_of("window"), random_prompts((29, 9))
+    engine = Engine(model, slots=SLOTS, max_length=64, chunk=CHUNK, steps=STEPS, prefixes=4)
+    found: list[list[int]] = [[], []]
+    for piece in engine.stream(prompts, max_new_tokens=20):
+        found[piece.prompt] += piece.tokens
+        if piece.prompt == 0 and found[1]:
+            engine.stop(1)
+    turn = prompts[1] + alone(model, prompts[1:], max_new_tokens=20)[0][:6]
+    assert replies(engine, [turn], max_new_tokens=NEW) == alone(model, [turn])
 
 
 def test_what_an_engine_refuses(monkeypatch):
