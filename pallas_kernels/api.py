@@ -58,7 +58,7 @@ def attention(
 
     Args:
       q: [B, T, H, D] floating, of 16 bits or more. If devices hold parts of it, kernels are called inside
-        `jax.shard_map`, with check_vma=False.
+        `jax.shard_map`, with check_vma=False. For softmax the TPU kernels round q times its scale to q's dtype.
       k, v: [B, S, K, D] of q's dtype; H is a multiple of K, and query head h reads KV head h // (H / K).
       spec: the window, the sink tokens and the activation; see `AttentionSpec`.
       alibi_slopes: [H] floating, without a gradient. `slope * (query position - key position)` joins the logits after

@@ -134,6 +134,12 @@ def test_a_short_row_whose_tiles_are_no_multiples_of_each_other(length, spec):
     assert_matches_reference(Call(spec, (), rows, 1, length, length, 2, 1), Implementation("tpu"))
 
 
+@pytest.mark.parametrize("given", ["q_positions", "kv_positions"])
+def test_positions_of_one_side_alone_are_no_indices(given):
+    assert launches.is_indexed(coordinates(8, 8))
+    assert not launches.is_indexed(coordinates(8, 8, **{given: jnp.arange(3, 11)[None]}))
+
+
 WALKED = {
     "full": Call(AttentionSpec()),
     "long-window": Call(AttentionSpec(21)),

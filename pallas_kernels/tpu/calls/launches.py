@@ -222,7 +222,8 @@ def _in_whole_blocks(where: Coordinates, call: Call) -> Coordinates:
 
 def is_indexed(where: Coordinates) -> bool:
     """Whether queries and keys lie where their index says; `coordinates` gives such an order as NumPy arrays."""
-    return isinstance(where.q_order, np.ndarray) and where.q_order.shape == where.kv_order.shape
+    both = isinstance(where.q_order, np.ndarray) and isinstance(where.kv_order, np.ndarray)
+    return both and where.q_order.shape == where.kv_order.shape
 
 
 def with_pairs(
