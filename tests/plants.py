@@ -1,7 +1,7 @@
 """Models whose long-range heads are known, at many placements: alone, in chains, in pairs of which one or both count.
 
-As `planted`, but the heads that matter lie where they are told to. A prompt is hay, tokens that hold values far back,
-and a question token at the end. What answers a question is a unit:
+The heads that matter lie where they are told to; all others, and what these say to other tokens, add noise. A prompt
+is hay, tokens that hold values far back, and a question token at the end. What answers a question is a unit:
 
   one     a head copies the value of its class
   either  two heads do so; one of them is enough
@@ -189,12 +189,12 @@ class Plant:
         model.lm_head.kernel[...] = jnp.asarray(head)
         return model
 
-    def examples(self, count: int = 4 * FULL_HEADS, seed: int = 0) -> list[Example]:
+    def examples(self, count: int = 4 * FULL_HEADS, seed: int = 0, length: int = LENGTH) -> list[Example]:
         """Questions about each class in turn, whose tokens lie beyond the window of the question."""
         rng = np.random.default_rng(seed)
         examples = []
         for i in range(count):
-            prompt = rng.integers(HAY, size=LENGTH).tolist()
+            prompt = rng.integers(HAY, size=length).tolist()
             told: list[int] = []
             answers = []
             for c, unit in enumerate(self.units):
@@ -205,7 +205,7 @@ class Plant:
                     told += [self.entry(c, p, int(of[p])) for p in range(VALUES)]
                     value = int(of[value])
                 answers.append(self.value(c, value))
-            places = rng.choice(LENGTH - 2 * WINDOW_SIZE, len(told), replace=False)
+            places = rng.choice(length - 2 * WINDOW_SIZE, len(told), replace=False)
             for token, place in zip(told, places.tolist(), strict=True):
                 prompt[place] = token
             asked = i % len(self.units)

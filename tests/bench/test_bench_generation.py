@@ -6,7 +6,8 @@ import json
 import pytest
 from command_line import fails, run
 from flax import nnx
-from planted import CONFIG, KV_HEADS, LAYERS, planted_model
+from planted import PLANT, planted_model
+from plants import KV_HEADS, LAYERS
 
 from swa_jax.bench import generation
 from swa_jax.bench.generation import measure
@@ -35,7 +36,7 @@ def test_memory_is_the_formula_and_rounds_take_turns(monkeypatch):
         mask = heuristic_mask("random-heads", LAYERS, KV_HEADS, row["ratio"])
         pattern = head_pattern(mask, Window(8, 2))
         assert row["windowed_heads"] == (~mask).sum()
-        assert row["kv_cache_bytes"] == cache_bytes(CONFIG, pattern, 1, round_up(63), 4)
+        assert row["kv_cache_bytes"] == cache_bytes(PLANT.config, pattern, 1, round_up(63), 4)
         assert row["decode_tokens_per_second"] > 0
     assert rows[0]["prefill_tokens_per_second_ratio"] == 1
     longest = round_up(63)
@@ -45,7 +46,7 @@ def test_memory_is_the_formula_and_rounds_take_turns(monkeypatch):
 
 def test_on_the_command_line(monkeypatch, tmp_path):
     monkeypatch.setattr("swa_jax.cli.bench.find_model", lambda name: name)
-    config = dataclasses.replace(CONFIG, num_hidden_layers=2)
+    config = dataclasses.replace(PLANT.config, num_hidden_layers=2)
     model = nnx.jit(lambda: Decoder(config, AttentionPattern.from_recipe("full", 2), rngs=nnx.Rngs(0)))()
     monkeypatch.setattr("swa_jax.cli.bench.load_checkpoint", lambda *_: (model, None))
     options = ("x", "--length", 40, "--new-tokens", 2, "--rounds", 1, "--ratio", 0.75)

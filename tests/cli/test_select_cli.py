@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import typer
 from command_line import fails, run
-from planted import KV_HEADS, LAYERS, WINDOW_SIZE, in_place_of_a_checkpoint, planted_mask, planted_model
+from planted import in_place_of_a_checkpoint, planted_mask, planted_model
+from plants import KV_HEADS, LAYERS, WINDOW_SIZE
 from tiny_models import byte_checkpoint
 
 from swa_jax.checkpoint.folder import load_model

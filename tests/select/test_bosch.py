@@ -7,7 +7,8 @@ import sys
 
 import numpy as np
 import pytest
-from planted import KV_HEADS, LAYERS, PLANTED, WINDOW_SIZE, planted_examples, planted_mask, planted_model
+from planted import PLANTED, planted_examples, planted_mask, planted_model
+from plants import KV_HEADS, LAYERS, WINDOW_SIZE
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.evaluate import Example

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from command_line import fails, run
 from flax import nnx
-from planted import KV_HEADS, LAYERS, PLANTED, WINDOW_SIZE, planted_examples, planted_mask, planted_model
+from planted import PLANTED, planted_examples, planted_mask, planted_model
+from plants import KV_HEADS, LAYERS, WINDOW_SIZE
 from tiny_models import BYTES, byte_checkpoint, make
 from typer.testing import CliRunner
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from command_line import run
 from flax import nnx
-from planted import KV_HEADS, LAYERS, WINDOW_SIZE, planted_examples, planted_model
+from planted import planted_examples, planted_model
+from plants import KV_HEADS, LAYERS, WINDOW_SIZE
 from tiny_models import BYTES, SOFTMAX, byte_checkpoint, make
 
 from swa_jax.base.errors import ConfigError

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from flax import nnx
-from planted import PLANTED, WINDOW_SIZE, planted_examples, planted_model
+from planted import PLANTED, planted_examples, planted_model
+from plants import WINDOW_SIZE
 from tiny_models import PLAIN
 from whole_attention import whole_attention
 

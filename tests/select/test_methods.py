@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from command_line import run
-from planted import KV_HEADS, LAYERS, WINDOW_SIZE, in_place_of_a_checkpoint, planted_examples, planted_model
+from planted import in_place_of_a_checkpoint, planted_examples, planted_model
+from plants import KV_HEADS, LAYERS, WINDOW_SIZE, Unit
 
 from swa_jax.adapt.search import EFFORTS, Point, Search, fitting
 from swa_jax.adapt.tasks import EvalTask
@@ -159,7 +160,7 @@ TWOS = ((2, 0), (2, 1), (5, 2), (5, 3), (3, 0), (3, 1), (6, 2), (6, 3))
 @pytest.mark.parametrize("name", ["nll-heads", "kl", pytest.param("bosch-swaps", marks=pytest.mark.slow)])
 def test_heads_in_twos_are_found(name):
     """Neighbours stay full together, so that the plug-in's modules have two heads."""
-    model = planted_model(heads=tuple((c, *head) for c, head in enumerate(TWOS)))
+    model = planted_model(units=[Unit("one", (head,)) for head in TWOS])
     task = Task(model, planted_examples(), Window(WINDOW_SIZE), batch_size=8, heads_in=2)
     (found,) = choose(name, task, [0.75])
     assert {(layer, head) for layer, heads in enumerate(found.full_kv_heads) for head in heads} == set(TWOS)

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from planted import CLASSES, HAY, PLANTED, VALUES, WINDOW_SIZE, planted_examples, planted_model
+from planted import CLASSES, PLANT, PLANTED, planted_examples, planted_model
+from plants import WINDOW_SIZE, Unit
 from tiny_models import WIDER
 
 from swa_jax.base.errors import ConfigError
@@ -261,10 +262,9 @@ def test_a_round_takes_several_layers_where_rounds_are_few():
 
 def test_two_layers_that_do_the_same_fool_scoring_once():
     # Layers 2 and 3 both answer class 0, which is asked twice as often as class 1, which layer 5 answers.
-    model = planted_model(heads=[(0, 2, 0), (0, 3, 1), (1, 5, 2)])
-    question = HAY + CLASSES * VALUES
+    model = planted_model(units=[Unit("either", ((2, 0), (3, 1))), Unit("one", ((5, 2),)), *[Unit("one", ())] * 6])
     drawn = planted_examples(count=8 * CLASSES)
-    asked = {c: [e for e in drawn if e.prompt[-1] == question + c] for c in (0, 1)}
+    asked = {c: [e for e in drawn if e.prompt[-1] == PLANT.question(c)] for c in (0, 1)}
     examples = asked[0] + asked[1][:4]
     seen = []
     task = Task(model, examples, Window(WINDOW_SIZE), batch_size=8, force=True)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from planted import PLANTED, WINDOW_SIZE, planted_examples, planted_mask, planted_model
+from planted import PLANTED, planted_examples, planted_mask, planted_model
+from plants import WINDOW_SIZE
 from tiny_models import PLAIN
 from whole_attention import whole_attention
 
