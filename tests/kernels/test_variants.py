@@ -203,13 +203,15 @@ def calls(draw, window=None):
     options = {"alibi_slopes"} if draw(st.booleans()) else set()
     options |= {"sink_logits" if activation == "softmax" else "sigmoid_bias"} if draw(st.booleans()) else set()
     rows, kv_length = None, q_length
-    kind = draw(st.sampled_from(["plain", "packed", "chunk", "ring", "lengths"]))
+    kind = draw(st.sampled_from(["plain", "packed", "chunk", "ring", "keys", "lengths"]))
     if kind == "packed":
         runs = st.lists(st.integers(1, 40), min_size=1, max_size=4)
         row = [i for i, n in enumerate(draw(runs), start=draw(st.integers(0, 1))) for _ in range(n)]
         rows = (tuple((row + [0] * q_length)[:q_length]),) * 2
     elif kind == "lengths":
         kv_length = draw(st.integers(1, 70))
+    elif kind == "keys":
+        options |= {"ring"}
     elif kind in ("chunk", "ring"):
         kv_length = q_length + draw(st.integers(0 if kind == "chunk" else 8, 30))
         options |= {"chunk", "ring"} if kind == "ring" else {"chunk"}
