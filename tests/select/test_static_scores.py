@@ -199,14 +199,17 @@ def test_examples_are_needed(model, method):
         static_scores(model, [], method, Window(8))
 
 
-@pytest.mark.parametrize(("method", "hits"), [("fisher", range(7, 9)), ("dcam", range(5)), ("razor", range(5))])
-def test_only_what_the_answers_depend_on_points_at_the_planted_heads(method, hits):
+@pytest.mark.parametrize(("method", "least", "most"), [("fisher", 6, 8), ("dcam", 0, 4), ("razor", 0, 4)])
+def test_only_what_the_answers_depend_on_points_at_the_planted_heads(method, least, most):
     # They look far from one token in 48 and say nothing to others, so that averages over queries pass them by.
-    model, examples = planted_model(), planted_examples()
-    scores = static_scores(model, examples, method, Window(WINDOW_SIZE), batch_size=8)
-    full = rank_heads(scores, larger_is_local=method in LARGER_IS_LOCAL).first(1 - len(PLANTED) / scores.size)[0]
-    assert full.sum() == len(PLANTED)
-    assert int((full & planted_mask()).sum()) in hits
+    hits = []
+    for seed in range(3):
+        model, examples = planted_model(seed=seed), planted_examples(seed=seed)
+        scores = static_scores(model, examples, method, Window(WINDOW_SIZE), batch_size=8)
+        full = rank_heads(scores, larger_is_local=method in LARGER_IS_LOCAL).first(1 - len(PLANTED) / scores.size)[0]
+        assert full.sum() == len(PLANTED)
+        hits.append(int((full & planted_mask()).sum()))
+    assert least <= np.mean(hits) <= most
 
 
 @pytest.mark.long
