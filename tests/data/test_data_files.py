@@ -151,7 +151,9 @@ def test_a_library_that_is_not_installed(module, file, sentence, tmp_path, monke
         list(read_texts(path, "text"))
 
 
-@pytest.mark.parametrize("data", [gzip.compress(b'{"text": "a"}\n' * 50), "in UTF-16".encode("utf-16"), bytes(50)])
+@pytest.mark.parametrize(
+    "data", [gzip.compress(b'{"text": "a"}\n' * 50), "in UTF-16".encode("utf-16"), bytes(50)], ids=["gz", "utf-16", "0"]
+)
 def test_what_is_no_text_is_refused(data, tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(data)
     with pytest.raises(ConfigError, match=r"a\.jsonl\.gz is no text in UTF-8: save it as one, or name another file"):
