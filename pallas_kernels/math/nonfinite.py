@@ -33,7 +33,8 @@ def is_finite(x: jax.Array) -> jax.Array:
 
 def finite(x: jax.Array) -> jax.Array:
     """x with zeros where it is not finite."""
-    return jnp.where(is_finite(x), x, 0)
+    seen = is_finite(x)  # zeros like x itself could not be made where jit closes over an x of several devices
+    return jnp.where(seen, x, jnp.zeros_like(seen, x.dtype))
 
 
 def nan_marks(*arrays: jax.Array) -> jax.Array:

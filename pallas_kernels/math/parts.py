@@ -95,7 +95,8 @@ def join_sinks(out, lse, sink_logits):
     sees_any = lse != -jnp.inf  # true for NaN, which is not to be hidden
     shown = jnp.where(sees_any, lse, 0)  # a sink logit may be -inf too, and their difference NaN
     joined = jnp.logaddexp(shown, sink_logits)
-    return out * jax.nn.sigmoid(shown - sink_logits)[..., None], jnp.where(sees_any, joined, -jnp.inf)
+    share = jnp.where(sees_any, jax.nn.sigmoid(shown - sink_logits), 0)
+    return out * share[..., None], jnp.where(sees_any, joined, -jnp.inf)
 
 
 def front(member: jax.Array) -> tuple[jax.Array, jax.Array]:

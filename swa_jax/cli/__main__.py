@@ -1,5 +1,17 @@
-"""`python -m swa_jax.cli`."""
+"""What `swa-jax` and `python -m swa_jax.cli` start."""
 
-from swa_jax.cli import main
+import sys
 
-main()
+
+def main() -> None:
+    """Run the verb that this process was started with."""
+    try:
+        from swa_jax.cli.main import app  # Ctrl-C while modules come in is no traceback either
+
+        app()
+    except KeyboardInterrupt:  # before a verb has begun: `Verbs` answers for those
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

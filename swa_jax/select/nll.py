@@ -189,9 +189,8 @@ class LayerScorer:
         are scored.
         """
         chosen = tuple(sorted(full_layers))
-        wanted = self.choosable if tried is None else tried
-        rest = sorted(set(wanted) - {*chosen})
-        total = 1 + len(wanted)
+        rest = sorted({*(self.choosable if tried is None else tried)} - {*chosen})
+        total = 1 + len(rest)
         done = [0.0, 0.0]  # examples' passes made, and the passes reported
 
         def report(examples: int, passes: float) -> None:
@@ -250,7 +249,7 @@ class LayerScorer:
             )
         found: list[NLLScores] = []
         counts = shares(budget, rounds)
-        steps = [self._steps(tried, count) for count in counts]
+        steps = [self._steps(tried, count, sum(counts[:number])) for number, count in enumerate(counts)]
         for number, count in enumerate(counts):
 
             def report(done: int, _: int, before: int = sum(steps[:number])) -> None:
@@ -261,9 +260,10 @@ class LayerScorer:
             found.append(dataclasses.replace(scores, picked=tuple(scores.best(count))))
         return found
 
-    def _steps(self, tried: int | None, count: int) -> int:
-        """Of a round, for its progress."""
-        return 1 + len(self.choosable) if tried is None else GRADIENT_PASSES + tried + count
+    def _steps(self, tried: int | None, count: int, full: int) -> int:
+        """Of a round that begins with `full` layers, for its progress."""
+        left = len(self.choosable) - full
+        return 1 + left if tried is None else GRADIENT_PASSES + 1 + min(tried + count - 1, left)
 
     def _round(self, full: Sequence[int], tried: int | None, progress: Progress) -> NLLScores:
         if tried is None:

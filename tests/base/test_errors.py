@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 BROKEN = """
 import swa_jax.adapt.job
 from swa_jax.base.errors import ConfigError
-from swa_jax.cli import main
+from swa_jax.cli.__main__ import main
 
 def prepare(_):
     raise error

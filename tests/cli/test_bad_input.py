@@ -106,13 +106,13 @@ def test_a_wrong_call(call, sentence, tmp_path, monkeypatch):
 def test_an_interruption_before_a_verb_has_begun_is_no_traceback():
     """While modules come in, and after that."""
     code = """if True:
-        import sys, builtins, swa_jax.cli
+        import sys, builtins, swa_jax.cli.__main__
         def interrupted(name, *rest, load=builtins.__import__, **named):
             if name == "typer":
                 raise KeyboardInterrupt
             return load(name, *rest, **named)
         builtins.__import__ = interrupted
-        swa_jax.cli.main()
+        swa_jax.cli.__main__.main()
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

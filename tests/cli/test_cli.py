@@ -98,7 +98,7 @@ def test_generate(checkpoint):
     sampled = (*options, "--temperature", 2.0, "--top-k", 50)
     drawn = [run("generate", checkpoint, "Hello", *sampled, "--seed", seed) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
-    assert fails("generate", checkpoint, "Hi", "--top-p", 2) == "top_p must be above 0 and at most 1, got 2.0"
+    assert fails("generate", checkpoint, "Hi", "--top-p", 2) == "--top-p must be above 0 and at most 1, got 2.0"
     assert fails("generate", checkpoint, "") == "the prompt is empty: a prompt needs at least one token"
     assert "absent" in fails("generate", "absent", "Hi")
     three = make("www").to_json(checkpoint.parent / "three.json") and checkpoint.parent / "three.json"

@@ -14,7 +14,7 @@ from swa_jax.model.pattern import AttentionPattern
 ROOT = Path(__file__).parents[2]
 COUNT = """
 import jax, sys
-from swa_jax.cli import main
+from swa_jax.cli.__main__ import main
 found = {"hits": 0, "misses": 0}
 def count(event, **_):
     for name in found:

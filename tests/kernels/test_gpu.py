@@ -276,12 +276,6 @@ def operands(call):
     return [learned[name] for name in "qkv"], fixed
 
 
-def test_eight_bits_are_refused():
-    (q, k, v), _ = operands(CALLS["window"])
-    with pytest.raises(NotImplementedError, match="q is float8_e4m3fn"):
-        attention(*(x.astype(jnp.float8_e4m3fn) for x in (q, k, v)), WINDOW, implementation="triton")
-
-
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
 @pytest.mark.parametrize(("head_dim", "itemsize"), [(64, 2), (80, 2), (128, 2), (256, 2), (64, 4), (256, 4)])
 def test_tiles_fit_shared_memory(capability, head_dim, itemsize):

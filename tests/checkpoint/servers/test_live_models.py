@@ -33,7 +33,7 @@ KINDS = {
 # The least receipt that has answers.
 EXPORT = """
 from swa_jax.checkpoint import canary
-from swa_jax.cli import main
+from swa_jax.cli.__main__ import main
 canary.BUDGET["cpu"] = 1.8e12
 main()
 """
