@@ -31,10 +31,12 @@ def planted_examples(count: int = CLASSES, seed: int = 0) -> list[Example]:
 
 def in_place_of_a_checkpoint(monkeypatch, model: Decoder, *verbs: str) -> None:
     """These verbs get the model and its examples, whatever checkpoint and needles they ask for."""
+    opened = SimpleNamespace(config=model.config, pattern=model.pattern, hf_config={})
     for verb in verbs:
         monkeypatch.setattr(f"swa_jax.cli.{verb}.find_model", lambda name: name)
-        monkeypatch.setattr(f"swa_jax.cli.{verb}.load_checkpoint", lambda *_: (model, None))
+    monkeypatch.setattr("swa_jax.cli.compare.open_model", lambda _: (opened, None))
+    monkeypatch.setattr("swa_jax.cli.select.find_tokenizer", lambda _: None)
     monkeypatch.setattr("swa_jax.cli.options.draw_needles", lambda *_: planted_examples())
     monkeypatch.setattr("swa_jax.checkpoint.folder.weights_sum", lambda _: "planted")
-    opened = SimpleNamespace(config=model.config, pattern=model.pattern, hf_config={})
     monkeypatch.setattr("swa_jax.checkpoint.folder.open_checkpoint", lambda _: opened)
+    monkeypatch.setattr("swa_jax.checkpoint.folder.load_model", lambda *_, **__: model)

@@ -27,7 +27,6 @@ from swa_jax.cli.options import (
     in_pattern,
     in_prompts,
     in_running,
-    load_checkpoint,
     note_context,
     panel,
     print_report,
@@ -274,6 +273,7 @@ def generation(
     import jax
 
     from swa_jax.bench.generation import measure
+    from swa_jax.checkpoint.folder import load_model, open_checkpoint
     from swa_jax.report.bench_tables import generation_table
     from swa_jax.report.progress import Progress
     from swa_jax.select.heads import windowed_count
@@ -283,9 +283,10 @@ def generation(
     for share in ratios:
         windowed_count(share, 1)  # a wrong one is said now
     model = find_model(model)
-    decoder, _ = load_checkpoint(model, dtype)
-    seen = Window(window, sink_tokens, False).of(decoder.pattern.window)
-    note_context(decoder.config, length + new_tokens)
+    opened = open_checkpoint(model)
+    seen = Window(window, sink_tokens, False).of(opened.pattern.window)
+    note_context(opened.config, length + new_tokens)
+    decoder = load_model(opened, dtype=dtype)
     settings = {"length": length, "batch_size": batch_size, "new_tokens": new_tokens, "rounds": rounds, "seed": seed}
     with Progress("rounds of generation") as progress:
         rows = measure(decoder, ratios, seen, **settings, progress=progress.update)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from swa_jax.base.errors import ConfigError
-from swa_jax.cli.generate_options import Chunk, MaxNewTokens, Pattern, Temperature, TopK, TopP
+from swa_jax.cli.generate_options import Chunk, MaxNewTokens, Pattern, Temperature, Thinking, TopK, TopP
 from swa_jax.cli.options import (
     ComputeDtype,
     Model,
@@ -35,6 +35,7 @@ HELP = "/new starts a new conversation, /exit or Ctrl-D ends it, Ctrl-C ends a r
 def chat(
     model: Model,
     system: Annotated[str | None, in_prompts(help="What the model is told before the first message.")] = None,
+    thinking: Thinking = None,
     length: Annotated[
         int | None,
         in_running(help="Tokens that a conversation may have. Default: the model's context, or 4096 if less.", min=2),
@@ -53,7 +54,7 @@ def chat(
 ) -> None:
     """Talk to a model: its chat template, one line a message. What has been said is not computed again."""
     from swa_jax.checkpoint.folder import load_model
-    from swa_jax.data.chat import chat_tokens, load_chat_template
+    from swa_jax.data.chat import chat_tokens, load_chat_template, thinking_options
     from swa_jax.model.engine import Engine
     from swa_jax.model.generate import sampling
 
@@ -66,6 +67,7 @@ def chat(
             f"{model} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): use "
             "`swa-jax generate`, which takes plain text"
         )
+    switch = thinking_options(template, thinking)
     ((_, chosen),) = choose_patterns(opened, [] if pattern is None else [pattern], window.as_window)
     length = length or min(opened.config.max_position_embeddings, 4096)
     note_context(opened.config, length)
@@ -81,7 +83,7 @@ def chat(
         elif line:
             question = {"role": "user", "content": line}
             try:
-                prompt = chat_tokens(tokenizer, template, [*messages, question])
+                prompt = chat_tokens(tokenizer, template, [*messages, question], **switch)
             except ConfigError as error:  # what has been said stays
                 typer.echo(str(error), err=True)
                 continue

@@ -27,9 +27,9 @@ from swa_jax.cli.options import (
     in_output,
     in_pattern,
     in_prompts,
-    load_checkpoint,
     note_context,
     note_whole_prompts,
+    open_model,
     panel,
     print_report,
     resolve_patterns,
@@ -41,6 +41,7 @@ from swa_jax.select.methods import DEFAULT, METHODS, check_model, find_method
 from swa_jax.select.separation import By
 
 if TYPE_CHECKING:
+    from swa_jax.checkpoint.folder import Checkpoint
     from swa_jax.checkpoint.served_cache import Memory
     from swa_jax.model.config import ModelConfig
 
@@ -152,13 +153,11 @@ class Counts(Options):
         }
 
 
-def _memory(counted: Counted, model: Path, config: ModelConfig, length: int) -> Memory | None:
+def _memory(counted: Counted, opened: Checkpoint, length: int) -> Memory | None:
     """Where the cache is counted; None: in this library at the length of the prompts, which every row has."""
     if counted.server is None and counted.serve_length is None:
         return None
-    from swa_jax.checkpoint.folder import open_checkpoint
-
-    return counted.memory(config, open_checkpoint(model).hf_config, length)
+    return counted.memory(opened.config, opened.hf_config, length)
 
 
 def compare(
@@ -181,23 +180,23 @@ def compare(
     methods = choice.methods(bool(candidates.pattern))
     if methods and not choice.force:
         check_window(window.as_window.size, kind.length)
-    from swa_jax.checkpoint.folder import weights_sum
+    from swa_jax.checkpoint.folder import load_model, weights_sum
     from swa_jax.report.progress import Progress
     from swa_jax.select.compare import PatternComparison
 
     model = find_model(model)
-    decoder, tokenizer = load_checkpoint(model, running.dtype)
-    methods = choice.fitting(methods, decoder.config)
-    memory = _memory(counted, model, decoder.config, kind.length)
-    whole = window.as_window.of(decoder.pattern.window, needed=bool(methods))
-    patterns = candidates.patterns(window.as_window, whole.size, decoder.config)
+    opened, tokenizer = open_model(model)
+    methods = choice.fitting(methods, opened.config)
+    memory = _memory(counted, opened, kind.length)
+    whole = window.as_window.of(opened.pattern.window, needed=bool(methods))
+    patterns = candidates.patterns(window.as_window, whole.size, opened.config)
     kind = kind.of(model)
     scored_on = kind.draw(tokenizer, prompts.held_out, HELD_OUT_SEED + prompts.seed)
-    note_context(decoder.config, kind.length)
+    note_context(opened.config, kind.length)
     note_whole_prompts(patterns, max(len(example.prompt) for example in scored_on))
     with Progress("patterns") as progress:
         comparison = PatternComparison(
-            decoder,
+            load_model(opened, dtype=running.dtype),
             scored_on,
             out,
             lambda number: kind.draw(tokenizer, prompts.examples, number),

@@ -29,8 +29,8 @@ from swa_jax.cli.options import (
     in_output,
     in_prompts,
     in_running,
-    load_checkpoint,
     note_context,
+    open_model,
     parse_mesh,
 )
 
@@ -82,7 +82,7 @@ def distill(
     from swa_jax.adapt.distill import Drawing, distill, parse_share, samples_of
     from swa_jax.adapt.reply_filters import check_records, find_filter
     from swa_jax.base.errors import ConfigError
-    from swa_jax.checkpoint.folder import weights_sum
+    from swa_jax.checkpoint.folder import load_model, weights_sum
     from swa_jax.data.chat import prompt_tokens
     from swa_jax.data.prompt_file import ReplyFile, read_prompts
     from swa_jax.model.generate import sampling
@@ -99,22 +99,23 @@ def distill(
     check_records(keep, answer_field, records, where)
     partition = parse_mesh(mesh)
     model = find_model(model)
-    decoder, tokenizer = load_checkpoint(model, dtype, partition)
-    if top_logprobs >= decoder.config.vocab_size:
+    opened, tokenizer = open_model(model)
+    if top_logprobs >= opened.config.vocab_size:
         raise ConfigError(
-            f"--top-logprobs is {top_logprobs}: the vocabulary has {decoder.config.vocab_size} tokens, and some must "
+            f"--top-logprobs is {top_logprobs}: the vocabulary has {opened.config.vocab_size} tokens, and some must "
             "be left over"
         )
     tokens = prompt_tokens(model, tokenizer, texts, chat, thinking)
     wanted = samples_of(tokens, samples, part)
     if not wanted:
         raise ConfigError(f"--share {share} has no prompt: {prompts} has {len(tokens)}")
-    note_context(decoder.config, max(map(len, tokens)) + max_new_tokens)
+    note_context(opened.config, max(map(len, tokens)) + max_new_tokens)
     settings = [
-        weights_sum(model), decoder.pattern.to_json(), str(decoder.embedding[...].dtype), tokens, records,
+        weights_sum(model), opened.pattern.to_json(), dtype or opened.dtype.name, tokens, records,
         dataclasses.asdict(drawing), keep, answer_field, part,
     ]  # fmt: skip
     file = ReplyFile(out, settings)
+    decoder = load_model(opened, dtype=dtype, partition=partition)
     file.tell_found(len(wanted))
     with counted("replies", len(wanted)) as advance:
         advance(len(file.replies))

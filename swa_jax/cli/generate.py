@@ -22,6 +22,7 @@ from swa_jax.cli.generate_options import (
     Slots,
     Stop,
     Temperature,
+    Thinking,
     TopK,
     TopP,
     WithTemplate,
@@ -66,6 +67,7 @@ def generate(
     prompts: PromptFile = None,
     samples: Samples = 1,
     chat: WithTemplate = False,
+    thinking: Thinking = None,
     out: ReplyPath = None,
     pattern: Pattern = None,
     *,
@@ -104,7 +106,7 @@ def generate(
     ((_, chosen),) = choose_patterns(opened, [] if pattern is None else [pattern], window.as_window)
     if partition is not None:
         check_generation(partition, opened.config)
-    tokens = [ids for ids in prompt_tokens(folder, tokenizer, texts, chat) for _ in range(samples)]
+    tokens = [ids for ids in prompt_tokens(folder, tokenizer, texts, chat, thinking) for _ in range(samples)]
     if not all(tokens):
         where = "the prompt" if prompts is None else f"prompt {tokens.index([]) // samples + 1} of {prompts}"
         raise ConfigError(f"{where} is empty: a prompt needs at least one token")

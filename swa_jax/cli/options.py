@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from swa_jax.data.chat import Wrap
     from swa_jax.data.tokenizer import Tokenizer
     from swa_jax.evaluate import Example
-    from swa_jax.model.decoder import Decoder
     from swa_jax.model.sharding import Partition
 
 
@@ -219,7 +218,6 @@ def find_model(name: Path) -> Path:
 def open_model(folder: Path, yarn: float | None = None) -> tuple[Checkpoint, Tokenizer]:
     """All of a model but its weights, with its context stretched by `yarn`."""
     from swa_jax.checkpoint.folder import open_checkpoint
-    from swa_jax.data.tokenizer import load_tokenizer
 
     opened = open_checkpoint(folder)
     if yarn is not None:
@@ -227,18 +225,15 @@ def open_model(folder: Path, yarn: float | None = None) -> tuple[Checkpoint, Tok
             opened = dataclasses.replace(opened, config=opened.config.with_yarn(yarn))
         except ConfigError as error:
             raise ConfigError(f"--yarn {yarn:g}: {error}") from None
-    if not (folder / "tokenizer.json").is_file():
+    return opened, find_tokenizer(opened)
+
+
+def find_tokenizer(opened: Checkpoint) -> Tokenizer:
+    from swa_jax.data.tokenizer import load_tokenizer
+
+    if not (opened.folder / "tokenizer.json").is_file():
         raise ConfigError("the model has no tokenizer.json, without which it takes no text: put it into its folder")
-    return opened, load_tokenizer(folder).within(opened.config.vocab_size)
-
-
-def load_checkpoint(
-    model: Path, dtype: Dtype | None, partition: Partition | None = None, yarn: float | None = None
-) -> tuple[Decoder, Tokenizer]:
-    from swa_jax.checkpoint.folder import load_model
-
-    opened, tokenizer = open_model(model, yarn)
-    return load_model(opened, dtype=dtype, partition=partition), tokenizer
+    return load_tokenizer(opened.folder).within(opened.config.vocab_size)
 
 
 def parse_mesh(text: str | None) -> Partition | None:
@@ -359,9 +354,7 @@ class PromptKind(Options):
         return f"prompts of {self.length} tokens with chains, {self.chains}, {between} between"
 
 
-def choose_patterns(
-    model: Decoder | Checkpoint, sources: Sequence[str], window: Window
-) -> list[tuple[str, AttentionPattern]]:
+def choose_patterns(model: Checkpoint, sources: Sequence[str], window: Window) -> list[tuple[str, AttentionPattern]]:
     """These patterns for a model, by name; where none is named its own, which is then called "own"."""
     if not sources:
         return [("own", choose_pattern(model.pattern, None, model.config, window))]
@@ -370,12 +363,6 @@ def choose_patterns(
         if SWITCH in pattern.layer_types and SWITCH not in model.pattern.layer_types:
             echo(f"the model has no routers for --pattern {source}: they are drawn at random, untrained", err=True)
     return list(zip(sources, patterns, strict=True))
-
-
-def with_patterns(model: Decoder, sources: Sequence[str], window: Window) -> list[tuple[str, Decoder]]:
-    """The model under each of the patterns of `choose_patterns`."""
-    patterns = choose_patterns(model, sources, window)
-    return [(name, model if one == model.pattern else model.with_pattern(one)) for name, one in patterns]
 
 
 def note_whole_prompts(patterns: Iterable[tuple[str, AttentionPattern]], longest: int) -> None:

@@ -20,8 +20,8 @@ from swa_jax.cli.options import (
     WindowGiven,
     check_window,
     find_model,
+    find_tokenizer,
     in_pattern,
-    load_checkpoint,
     panel,
     parse_mesh,
 )
@@ -67,7 +67,7 @@ def select(
     **own: Any,
 ) -> None:
     """Write a pattern chosen by a method, and a picture beside it; `own` are the method's own options."""
-    from swa_jax.checkpoint.folder import open_checkpoint, weights_sum
+    from swa_jax.checkpoint.folder import load_model, open_checkpoint, weights_sum
     from swa_jax.report.progress import Progress
 
     budget.check(method.chooses)
@@ -86,8 +86,8 @@ def select(
     ratio = budget.ratio_of(method.chooses, config, source.hf_config, kind.length, whole, heads_in)
     task.report = functools.partial(typer.echo, err=True)
     if method.name not in BY_PLACE:
-        task.model, tokenizer = load_checkpoint(folder, running.dtype, partition)
-        task.examples, task.data = examples.draw(kind, folder, tokenizer, config)
+        task.examples, task.data = examples.draw(kind, folder, find_tokenizer(source), config)
+        task.model = load_model(source, dtype=running.dtype, partition=partition)
     if method.keeps:
         task.file, task.weights = written.scores, weights_sum(folder)
     with Progress("steps") as progress:

@@ -180,7 +180,7 @@ def prompt_tokens(
     template = (
         _wanted_template(folder, "leave out --chat" if chat else "give prompts as plain text") if wanted else None
     )
-    options = _thinking_options(template, thinking)
+    options = thinking_options(template, thinking)
 
     def encode(prompt: Prompt) -> list[int]:
         if template is None or (prompt.messages is None and not chat):
@@ -257,7 +257,7 @@ def chat_wrap(folder: str | Path, thinking: bool | None = None, answers_at_once:
     template = _wanted_template(folder, "leave out --chat, or name what stands around a question with --template")
     if thinking is None and answers_at_once and template.reads(THINKING):
         thinking = False
-    options = _thinking_options(template, thinking)
+    options = thinking_options(template, thinking)
     plain, spaced = (
         template.render([{"role": "user", "content": content}], **options) for content in (PROMPT, f"\n{PROMPT}\n")
     )
@@ -277,7 +277,7 @@ def chat_text(folder: str | Path, thinking: bool | None = None) -> Callable[...,
     `thinking` and errors are as of `prompt_tokens`.
     """
     template = _wanted_template(folder, "leave out --chat")
-    options = _thinking_options(template, thinking)
+    options = thinking_options(template, thinking)
 
     def text(messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> str:
         whole = template.render(messages, add_generation_prompt=add_generation_prompt, **options)
@@ -299,7 +299,7 @@ def _wanted_template(folder: str | Path, instead: str) -> ChatTemplate:
     return template
 
 
-def _thinking_options(template: ChatTemplate | None, thinking: bool | None) -> dict[str, Any]:
+def thinking_options(template: ChatTemplate | None, thinking: bool | None) -> dict[str, Any]:
     """The template's options that switch thinking. Raises `ConfigError` if there is no such switch."""
     if thinking is None:
         return {}

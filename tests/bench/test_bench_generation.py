@@ -6,7 +6,7 @@ import json
 import pytest
 from command_line import fails, run
 from flax import nnx
-from planted import PLANT, planted_model
+from planted import PLANT, in_place_of_a_checkpoint, planted_model
 from plants import KV_HEADS, LAYERS
 
 from swa_jax.bench import generation
@@ -45,10 +45,9 @@ def test_memory_is_the_formula_and_rounds_take_turns(monkeypatch):
 
 
 def test_on_the_command_line(monkeypatch, tmp_path):
-    monkeypatch.setattr("swa_jax.cli.bench.find_model", lambda name: name)
     config = dataclasses.replace(PLANT.config, num_hidden_layers=2)
     model = nnx.jit(lambda: Decoder(config, AttentionPattern.from_recipe("full", 2), rngs=nnx.Rngs(0)))()
-    monkeypatch.setattr("swa_jax.cli.bench.load_checkpoint", lambda *_: (model, None))
+    in_place_of_a_checkpoint(monkeypatch, model, "bench")
     options = ("x", "--length", 40, "--new-tokens", 2, "--rounds", 1, "--ratio", 0.75)
     output = run("bench", "generation", *options, "--window", 8, "--out", tmp_path / "new" / "g.json")
     assert "75% (6)" in output

@@ -95,6 +95,18 @@ def test_what_is_refused_is_refused_before_weights_are_read(checkpoint, talking,
         (("generate", checkpoint, "hi", "--chat"), "in tokenizer_config.json): leave out --chat"),
         (("chat", talking, "--pattern", "windows"), "windows"),
         (("chat", checkpoint), f"{checkpoint} has no chat template"),
+        ((*hi, "--thinking"), "thinking cannot be switched on or off: it is the chat template that does so"),
+        (("evaluate", "needles", talking, "--pattern", "windows"), "windows"),
+        (("evaluate", "needles", talking, "--length", 10**6), "times as long as the model's context"),
+        (("evaluate", "routing", checkpoint), "no layer of this pattern is routed"),
+        (
+            ("select", "nll", talking, "--budget", 1, "--window", 8, "--length", 10**6, "--out", tmp_path / "p.json"),
+            "times as long as the model's context",
+        ),
+        (("compare", talking, "--pattern", "windows", "--out", tmp_path / "c"), "windows"),
+        (("distill", talking, "--prompts", file, "--out", tmp_path / "d"), "prompt 2: messages[0] must be"),
+        (("distill", talking, "--prompts", empty, "--out", tmp_path / "d", "--top-logprobs", 10**6), "vocabulary has"),
+        (("bench", "generation", checkpoint, "--length", 10**6), "times as long as the model's context"),
     ):
         assert sentence in fails(*command)
     shutil.copytree(talking, tmp_path / "mute")
@@ -149,6 +161,10 @@ def test_a_conversation(checkpoint, talking, tmp_path):
     output = run("chat", talking, "--max-new-tokens", 6, "--length", 63, input="x" * 59 + "\nhi\n")
     assert output.startswith("the conversation has 64 tokens and --length is 63: /new starts anew\n")
     assert output.endswith(f"{first}\n")
+    careful = with_template(checkpoint, tmp_path / "c", TEMPLATE + "{% if enable_thinking %}t:{% endif %}")
+    thought = continuation(talking, "u:hi;a:t:")
+    assert run("chat", careful, *options, "--thinking", input="hi") == f"{thought}\n"
+    assert run("generate", careful, "hi", "--chat", "--thinking", "--max-new-tokens", 6) == f"{thought}\n"
     picky = with_template(
         checkpoint, tmp_path, "{% if messages[-1].content == 'no' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
     )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from command_line import fails, run
 from flax import nnx
-from planted import PLANTED, planted_examples, planted_mask, planted_model
+from planted import PLANTED, in_place_of_a_checkpoint, planted_examples, planted_mask, planted_model
 from plants import KV_HEADS, LAYERS, WINDOW_SIZE
 from tiny_models import BYTES, byte_checkpoint, make
 from typer.testing import CliRunner
@@ -317,10 +317,7 @@ def test_full_attention_decode(model, tmp_path):
 
 @pytest.fixture
 def planted_checkpoint(model, monkeypatch):
-    monkeypatch.setattr("swa_jax.cli.compare.find_model", lambda name: name)
-    monkeypatch.setattr("swa_jax.cli.compare.load_checkpoint", lambda *_: (model, None))
-    monkeypatch.setattr("swa_jax.cli.options.draw_needles", lambda *_: planted_examples())
-    monkeypatch.setattr("swa_jax.checkpoint.folder.weights_sum", lambda _: "planted")
+    in_place_of_a_checkpoint(monkeypatch, model, "compare")
 
 
 def test_what_a_method_refuses_ends_no_other(planted_checkpoint, monkeypatch, tmp_path):

@@ -43,7 +43,7 @@ def chains(
         sums,
     )
     longest = max(cell.length for cell in cells)
-    check_length(evaluation.models[0][1].config, longest)
+    check_length(evaluation.config, longest)
     tokenizer = evaluation.tokenizer
     hay = None if haystack is None else Haystack(tokenizer, text_files(haystack))
     seed = HELD_OUT_SEED + evaluation.seed  # `select --chains` draws by the same generator

@@ -35,8 +35,7 @@ def efficiency(
     from swa_jax.report.evaluation_tables import efficiency_table, position_table
 
     sizes = numbers("--lengths", lengths)
-    models = evaluation.models
-    config, longest = models[0][1].config, max(sizes) + new_tokens
+    config, longest = evaluation.config, max(sizes) + new_tokens
     rng = np.random.default_rng(evaluation.seed)
 
     def measure(run: Run) -> Iterator[Rows]:
@@ -50,8 +49,8 @@ def efficiency(
 
     by_position = [
         {"name": name} | at._asdict()
-        for name, model in models
-        for at in work_by_position(config, model.pattern, some_positions(longest), full_ratio)
+        for name, pattern in evaluation.patterns
+        for at in work_by_position(config, pattern, some_positions(longest), full_ratio)
     ]
     evaluation.results["efficiency_by_position"] = by_position
 

@@ -22,21 +22,24 @@ from swa_jax.cli.options import (
     WindowGiven,
     Yarn,
     check_output,
+    choose_patterns,
     few_prompts,
     find_model,
     in_output,
     in_pattern,
     in_prompts,
-    load_checkpoint,
     note_context,
+    open_model,
     print_report,
-    with_patterns,
 )
 
 if TYPE_CHECKING:
+    from swa_jax.checkpoint.folder import Checkpoint
     from swa_jax.data.tokenizer import Tokenizer
     from swa_jax.evaluate.samples import Samples
+    from swa_jax.model.config import ModelConfig
     from swa_jax.model.decoder import Decoder
+    from swa_jax.model.pattern import AttentionPattern
 
 
 Lengths = Annotated[str, in_prompts(metavar="N,N", help="Tokens of a prompt with its answer, such as 4096,8192.")]
@@ -146,19 +149,19 @@ class Evaluation(WindowGiven):
         return find_model(self.model)
 
     @functools.cached_property
-    def _loaded(self) -> tuple[Decoder, Tokenizer]:
-        return load_checkpoint(self.checkpoint, self.dtype, yarn=self.yarn)
+    def _opened(self) -> tuple[Checkpoint, Tokenizer]:
+        return open_model(self.checkpoint, self.yarn)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self._loaded[1]
+        return self._opened[1]
 
     @functools.cached_property
-    def models(self) -> list[tuple[str, Decoder]]:
-        """The model under each pattern, by the pattern's name."""
+    def patterns(self) -> list[tuple[str, AttentionPattern]]:
+        """The patterns by name, none of which contradicts the results that the folder has."""
         from swa_jax.checkpoint.folder import weights_sum
 
-        models = with_patterns(self._loaded[0], self.pattern or [], self.as_window)
+        patterns = choose_patterns(self._opened[0], self.pattern or [], self.as_window)
         measured = {
             "model": str(self.checkpoint),
             "weights": weights_sum(self.checkpoint),
@@ -167,11 +170,11 @@ class Evaluation(WindowGiven):
             "patterns": {
                 name: {
                     "sliding_window": None,
-                    **model.pattern.window.fields,
-                    "full_layers": list(model.pattern.full_layers),
-                    "full_kv_heads": [list(heads) for heads in model.pattern.full_kv_heads],
+                    **pattern.window.fields,
+                    "full_layers": list(pattern.full_layers),
+                    "full_kv_heads": [list(heads) for heads in pattern.full_kv_heads],
                 }
-                for name, model in models
+                for name, pattern in patterns
             },
         }
         if self.results and self.out is not None:
@@ -179,7 +182,21 @@ class Evaluation(WindowGiven):
         settings = self.results.get("settings", {}) | self._settings
         unfinished = sorted({*self.results.get("unfinished", []), self._kind})
         self.results |= measured | {"settings": settings, "unfinished": unfinished}
-        return models
+        return patterns
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's, once its patterns are found to be right."""
+        assert self.patterns
+        return self._opened[0].config
+
+    @functools.cached_property
+    def models(self) -> list[tuple[str, Decoder]]:
+        """The model under each pattern, by the pattern's name."""
+        from swa_jax.checkpoint.folder import load_model
+
+        model = load_model(self._opened[0], dtype=self.dtype)
+        return [(name, model if one == model.pattern else model.with_pattern(one)) for name, one in self.patterns]
 
     def tokens(self, text: Path) -> list[int]:
         """The tokens of a text, without start tokens: those stand before each sequence that it is cut into."""
@@ -194,8 +211,8 @@ class Evaluation(WindowGiven):
         """Measure, write what is known as it comes, print the table and draw the picture."""
         from swa_jax.report.progress import counted
 
+        note_context(self.config, what.longest)
         models, rows = self.models, list[dict[str, Any]]()
-        note_context(models[0][1].config, what.longest)
         order = {name: place for place, (name, _) in enumerate(models)}
         total = what.total * len(models)
         samples = self._samples(total)

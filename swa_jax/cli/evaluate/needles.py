@@ -42,10 +42,10 @@ def needles(
 
     places = fractions(depths)
     wrap = around.wrap(evaluation.checkpoint, "a needle's question")
-    models, tokenizer = evaluation.models, evaluation.tokenizer
-    check_length(models[0][1].config, length)
+    tokenizer = evaluation.tokenizer
+    check_length(evaluation.config, length)
     drawn = draw_needles(tokenizer, examples, length, keys, haystack, places, evaluation.seed, wrap)
-    note_whole_prompts([(name, model.pattern) for name, model in models], max(len(example.prompt) for example in drawn))
+    note_whole_prompts(evaluation.patterns, max(len(example.prompt) for example in drawn))
     longest = max(len(example.answer) for example in drawn)
     by_depth: list[list[float]] = []
 

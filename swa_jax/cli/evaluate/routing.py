@@ -69,11 +69,11 @@ def routing(
     count = (RULER_PROMPTS if ruler else NEEDLES) if examples is None else examples
     wrap = around.wrap(evaluation.checkpoint, "the prompts")
     grid = prompts.grid(ruler or [], depths, count, evaluation.seed, wrap)
-    models, tokenizer = evaluation.models, evaluation.tokenizer
-    for _, model in models:
-        check_routed(model.pattern)
+    tokenizer = evaluation.tokenizer
+    for _, pattern in evaluation.patterns:
+        check_routed(pattern)
     tokens = plain.tokens(evaluation)
-    check_length(models[0][1].config, max(plain.text_length if tokens else 0, *(grid.lengths if count else (0,))))
+    check_length(evaluation.config, max(plain.text_length if tokens else 0, *(grid.lengths if count else (0,))))
     cells = _cells(tokenizer, grid, keys, haystack, evaluation.seed, wrap) if count else {}
     start, charts = tokenizer.start_ids, []
 

@@ -119,7 +119,7 @@ def ruler(
     wrap = around.wrap(evaluation.checkpoint, "RULER's prompts")
     tokenizer = evaluation.tokenizer
     grid = prompts.grid(tasks or list(RULER_TASKS), depths, examples, evaluation.seed, wrap)
-    check_length(evaluation.models[0][1].config, max(grid.lengths))
+    check_length(evaluation.config, max(grid.lengths))
     grid.check(tokenizer)
 
     def measure(run: Run) -> Iterator[Rows]:
