@@ -19,6 +19,7 @@ POLL = 30.0  # seconds between two questions
 TAKEN = ("SUSPENDING", "SUSPENDED")  # states of a queued resource whose machines were taken away
 LOST = (*TAKEN, "FAILED")  # and of one that never has any
 SILENT = 20  # questions in a row without an answer until it is given up
+INSTALLS = 3  # tries
 # Status of `watch` when the machines, or the run on them, are gone without a word, and of a run that lost a process
 # that way (EX_TEMPFAIL).
 GONE = 75
@@ -97,8 +98,11 @@ def wait(settings: Settings, run: Runner) -> None:
         time.sleep(POLL)
 
 
-def install(settings: Settings, run: Runner) -> None:
-    """Clone the program on every machine, at the revision named, with an environment of its own."""
+def install(settings: Settings, run: Runner, tries: int = 1) -> None:
+    """Clone the program on every machine, at the revision named, with an environment of its own.
+
+    A second try takes up the first: a machine that has just come may refuse connections, and the network may be away.
+    """
     vm = place(settings)
     folder, revision = shlex.quote(vm.folder), shlex.quote(vm.revision)
     steps = [
@@ -108,7 +112,14 @@ def install(settings: Settings, run: Runner) -> None:
         "git checkout --quiet --detach FETCH_HEAD",
         vm.install,
     ]
-    run(on_machines(settings, " && ".join(steps)))
+    for left in reversed(range(tries)):
+        try:
+            return run(on_machines(settings, " && ".join(steps)))
+        except CommandError:
+            if not left or state(settings, run, SILENT) != "ACTIVE":
+                raise
+            run.note("the install failed on a machine: once more")
+            time.sleep(POLL)
 
 
 def start(settings: Settings, run: Runner) -> None:
@@ -214,7 +225,7 @@ def up(settings: Settings, run: Runner) -> int:
             installed = started = _was_started(settings, run)
         try:
             if not installed:
-                install(settings, run)
+                install(settings, run, INSTALLS)
             if not started:
                 begin(settings, run, lost=lost)
             ended = watch(settings, run)

@@ -420,7 +420,8 @@ def test_several_kinds_share_a_folder(checkpoint, text, tmp_path, monkeypatch):
         "seed": 0,
     }
     before = (tmp_path / "results.json").read_bytes()
-    assert fails(*needles, *out).startswith(f"{tmp_path} has results of `evaluate needles` already: ")
+    for call in (needles, ("text", checkpoint, text, "--lengths", 32)):
+        assert run("evaluate", *call, *out).endswith(f"{tmp_path} has these results already\n")
     other = ("--pattern", "window", "--window", 8, "--out", tmp_path)
     assert fails("harness", checkpoint, "x", *other).startswith(
         (f"{tmp_path} holds results of other content (other patterns): ", "evaluate harness needs")

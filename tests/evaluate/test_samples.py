@@ -149,9 +149,8 @@ def test_the_command_goes_on(model, byte_tokenizer, tmp_path, monkeypatch):
     assert "holds an interrupted `evaluate needles` of other content (examples was 4 there and is 5" in said
     kept = (out / "samples.jsonl").read_text()
     found = kept.count('"key"')
-    assert f"{out / 'samples.jsonl'}: found {found} of 16 samples here, doing {16 - found}\n" in run(
-        *needles, "--out", out
-    )
+    printed = run(*needles, "--out", out)
+    assert f"{out / 'samples.jsonl'}: found {found} of 16 samples here, doing {16 - found}\n" in printed
     lines = (out / "samples.jsonl").read_text()
     assert lines.startswith(kept)
     keys = [line["key"] for line in map(json.loads, lines.splitlines())]
@@ -161,4 +160,10 @@ def test_the_command_goes_on(model, byte_tokenizer, tmp_path, monkeypatch):
     timed = {"prefill_seconds", "decode_tokens_per_second"}
     for mine, other in zip(results["rows"], whole["rows"], strict=True):
         assert {k: v for k, v in mine.items() if k not in timed} == {k: v for k, v in other.items() if k not in timed}
-    assert fails(*needles, "--out", out).startswith(f"{out} has results of `evaluate needles` already")
+    table, _, rest = run(*needles, "--out", out).partition(f"{out} has these results already\n")
+    assert table in printed
+    assert not rest
+    assert (out / "samples.jsonl").read_text() == lines
+    assert json.loads((out / "results.json").read_text()) == results
+    said = fails(*needles, "--examples", 5, "--out", out)
+    assert said.startswith(f"{out} holds results of `evaluate needles` of other content (examples was 4 there and is 5")

@@ -265,7 +265,7 @@ case "$4 $*" in
         test "$answer" != "no answer" || exit 255
         echo $answer ;;
     *"/train.pid ||"*) cat started 2> /dev/null || true ;;
-    ssh*) test ! -e broken ;;
+    ssh*) test ! -e broken || {{ grep -q once broken && rm broken; exit 1; }} ;;
 esac
 """
 
@@ -385,12 +385,16 @@ def test_up_gives_up_where_no_machines_will_come(cloud, capfd):
     assert "gcloud does not say how bosch-8b is: ERROR: (gcloud) offline" in capfd.readouterr().err
 
 
-def test_a_failed_install_is_no_preemption(cloud, tmp_path, capfd):
+def test_a_failed_install_is_tried_again_and_is_no_preemption(cloud, tmp_path, capfd):
     (tmp_path / "broken").touch()
-    status, kinds = cloud(["NOT_FOUND", "ACTIVE", "ACTIVE"], [])
+    status, kinds = cloud(["NOT_FOUND", *["ACTIVE"] * 4], [])
     assert status == 2
-    assert _steps(kinds) == ["create", "install"]
+    assert _steps(kinds) == ["create", "install", "install", "install"]
     assert "failed with status 1" in capfd.readouterr().err
+    (tmp_path / "broken").write_text("once")
+    status, kinds = cloud(["NOT_FOUND", "ACTIVE", "ACTIVE", "ACTIVE"], ["0"])
+    assert status == 0
+    assert _steps(kinds) == ["create", "install", "install", "start"]
 
 
 def test_a_program_that_is_not_installed(tmp_path, monkeypatch, capsys):

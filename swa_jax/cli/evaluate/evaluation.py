@@ -123,7 +123,7 @@ class Evaluation(WindowGiven):
     results: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self._kind = ""
+        self._kind, self._is_finished = "", False
         self._settings: dict[str, Any] = {}
         if self.out is not None:
             self.results = read_document(self.out / "results.json", "results of `evaluate`", "settings", ANOTHER)
@@ -132,16 +132,17 @@ class Evaluation(WindowGiven):
     def begin(self, kind: str, **settings: Any) -> None:
         """Say what will be measured, by which settings.
 
-        Raises `ConfigError` if the folder has it already, or has begun it with other settings.
+        Raises `ConfigError` if the folder has it, or has begun it, with other settings.
         """
         plain = {name: value if _is_plain(value) else str(value) for name, value in settings.items()}
         plain |= {"batch_size": self.batch_size, "seed": self.seed}
         before = self.results.get("settings", {}).get(kind)
-        if before is not None and kind not in self.results.get("unfinished", []):
-            raise ConfigError(f"{self.out} has results of `evaluate {kind}` already: {ANOTHER}")
+        self._is_finished = before is not None and kind not in self.results.get("unfinished", [])
         if before is not None and self.out is not None:
-            again = f"repeat that command to go on, {ANOTHER}"
-            check_content(self.out, f"an interrupted `evaluate {kind}`", before, plain, again)
+            found, advice = f"results of `evaluate {kind}`", ANOTHER
+            if not self._is_finished:
+                found, advice = f"an interrupted `evaluate {kind}`", f"repeat that command to go on, {ANOTHER}"
+            check_content(self.out, found, before, plain, advice)
         self._kind, self._settings = kind, {kind: plain}
 
     @functools.cached_property
@@ -179,9 +180,10 @@ class Evaluation(WindowGiven):
         }
         if self.results and self.out is not None:
             check_content(self.out, "results", {name: self.results.get(name) for name in measured}, measured, ANOTHER)
-        settings = self.results.get("settings", {}) | self._settings
-        unfinished = sorted({*self.results.get("unfinished", []), self._kind})
-        self.results |= measured | {"settings": settings, "unfinished": unfinished}
+        if not self._is_finished:
+            settings = self.results.get("settings", {}) | self._settings
+            unfinished = sorted({*self.results.get("unfinished", []), self._kind})
+            self.results |= measured | {"settings": settings, "unfinished": unfinished}
         return patterns
 
     @property
@@ -208,10 +210,17 @@ class Evaluation(WindowGiven):
         return tokens
 
     def carry_out(self, what: Measurement) -> None:
-        """Measure, write what is known as it comes, print the table and draw the picture."""
+        """Measure, write what is known as it comes, print the table and draw the picture.
+
+        Of what the folder has already the table is printed again.
+        """
         from swa_jax.report.progress import counted
 
         note_context(self.config, what.longest)
+        if self._is_finished:
+            print_report(self.results, what.table(self.results[what.key]), self.as_json)
+            typer.echo(f"{self.out} has these results already", err=True)
+            return
         models, rows = self.models, list[dict[str, Any]]()
         order = {name: place for place, (name, _) in enumerate(models)}
         total = what.total * len(models)
