@@ -53,12 +53,12 @@ class Decoder(nnx.Module):
     def __init__(
         self,
         config: ModelConfig,
-        pattern: AttentionPattern,
+        pattern: AttentionPattern | str,
         *,
         dtype: jax.typing.DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        pattern.validate(config)
+        pattern = _fitting(pattern, config)
         self.config, self.pattern = config, pattern
         self.lora: LoraConfig | None = None  # set by `swa_jax.model.lora.with_lora`
         dtype = jnp.dtype(dtype)  # one spelling, so that equal models hash alike and share compilations
@@ -74,11 +74,7 @@ class Decoder(nnx.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """`model.pattern` may be set to a pattern, or to a recipe, which takes the window of the pattern before."""
         if name == "pattern" and hasattr(self, "pattern"):
-            if isinstance(value, str):
-                value = AttentionPattern.from_recipe(value, self.config, sliding_window=self.pattern.sliding_window)
-            elif not isinstance(value, AttentionPattern):
-                raise ConfigError(f"model.pattern must be an AttentionPattern or a recipe, got {value!r:.80}")
-            value.validate(self.config)
+            value = _fitting(value, self.config, self.pattern.sliding_window)
             if SWITCH in value.layer_types and not self.routed:
                 raise ConfigError("the model has no routers for this pattern: take model.with_pattern(pattern)")
         super().__setattr__(name, value)
@@ -203,9 +199,10 @@ class Decoder(nnx.Module):
             logit_softcap=self.config.logit_softcap,
         )
 
-    def with_pattern(self, pattern: AttentionPattern, *, rngs: nnx.Rngs | None = None) -> Decoder:
-        """The same weights under another pattern (arrays are shared). Routed layers get fresh routers from `rngs`."""
-        pattern.validate(self.config)
+    def with_pattern(self, pattern: AttentionPattern | str, *, rngs: nnx.Rngs | None = None) -> Decoder:
+        """The same weights under another pattern (arrays are shared), or under a recipe, which takes the window of the
+        pattern before. Routed layers get fresh routers from `rngs`."""
+        pattern = _fitting(pattern, self.config, self.pattern.sliding_window)
         routed = SWITCH in pattern.layer_types
         dtype = self.embedding.get_value().dtype  # may be a shape alone
         other = nnx.eval_shape(lambda: Decoder(self.config, pattern, dtype=dtype, rngs=nnx.Rngs(0)))
@@ -440,3 +437,13 @@ def _attend_to_cache(
     )
     mixed, pools = attend(call, layouts[block.group], context)
     return attention.output(mixed, x), pools, (k, v)
+
+
+def _fitting(pattern: AttentionPattern | str, config: ModelConfig, window: int | None = None) -> AttentionPattern:
+    """A pattern for this model; a recipe means one with that window. Raises `ConfigError` where it does not fit."""
+    if isinstance(pattern, str):
+        pattern = AttentionPattern.from_recipe(pattern, config, sliding_window=window)
+    elif not isinstance(pattern, AttentionPattern):
+        raise ConfigError(f"model.pattern must be an AttentionPattern or a recipe, got {pattern!r:.80}")
+    pattern.validate(config)
+    return pattern

@@ -366,7 +366,12 @@ def test_tokens_and_patterns_as_a_user_may_write_them():
                             ("switch", "no routers"), (make("w"), "has 1 layers")):  # fmt: skip
         with pytest.raises(ConfigError, match=sentence):
             model.pattern = wrong
+    assert model.with_pattern("interleave-1-in-2").pattern == model.pattern
     model.pattern = before
+    made = nnx.eval_shape(lambda: Decoder(model.config, "layers:0", rngs=nnx.Rngs(0)))
+    assert made.pattern.full_layers == (0,)
+    with pytest.raises(ConfigError, match="an AttentionPattern or a recipe, got None"):
+        Decoder(model.config, None, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize("shape", [(5,), (4, 3)])
