@@ -90,9 +90,9 @@ class ForwardStatic(NamedTuple):
     def name_refs(self, refs) -> ForwardRefs:
         call, is_list, packed = self.call, self.schedule.is_list, self.schedule.packed is not None
         (q, k, v), initial, rest = split(refs, 3, self.num_initial)
-        has_bias, rotated = call.has_slopes or call.has_bias, call.rotated_by > 0
+        rotated = call.rotated_by > 0
         head_bias, q_info, kv_info, first, cos, sin, rest = take(
-            rest, has_bias, is_list, is_list, packed, rotated, rotated
+            rest, call.has_head_bias, is_list, is_list, packed, rotated, rotated
         )
         num_results = 2 if call.softmax else 1
         window, results, (acc, *rest) = split(rest, num_results if self.branches else 0, num_results)

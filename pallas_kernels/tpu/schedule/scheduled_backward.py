@@ -176,7 +176,7 @@ def _sweep(
     inputs += [Blocked(y, written) for y in added]
     if call.softmax:
         inputs.append(Blocked(gradients.statistics, of_queries(8)))
-    if call.has_slopes or call.has_bias:
+    if call.has_head_bias:
         inputs.append(Blocked(by_head(x.head_bias), spec((None, 8, LANES), lambda b, h, *_: (h, 0, 0))))
     inputs += token_blocks(call, schedule, x, lambda block, at: spec(block, lambda b, h, kv, visit, _: at(b, visit)))
     specs = queries, written, written
@@ -274,11 +274,10 @@ class _BackwardRefs(NamedTuple):
 def _name_refs(static: _BackwardStatic, refs) -> _BackwardRefs:
     call, schedule = static.call, static.schedule
     arrays, added, rest = split(refs, 4, static.num_added)
-    has_head_bias = call.has_slopes or call.has_bias
     packed = schedule.packed is not None
     rotated = call.rotated_by > 0
     *optional, rest = take(
-        rest, call.softmax, has_head_bias, schedule.is_list, schedule.is_list, packed, rotated, rotated
+        rest, call.softmax, call.has_head_bias, schedule.is_list, schedule.is_list, packed, rotated, rotated
     )
     listed_results, gradients, rest = split(rest, static.num_listed_results, 3)
     dbias, (*scratch,) = take(rest, call.has_bias)

@@ -83,7 +83,7 @@ def scheduled_forward(
     inputs = [Blocked(x.q, queries), Blocked(x.k, of_keys), Blocked(x.v, of_keys)]
     results = zip(initial, (queries, rows), strict=False)
     inputs += [Blocked(array, at, becomes=i if listed else None) for i, (array, at) in enumerate(results)]
-    if call.has_slopes or call.has_bias:
+    if call.has_head_bias:
         inputs.append(Blocked(by_head(x.head_bias), spec((None, 8, LANES), lambda b, h, visit: (h, 0, 0))))
     inputs += token_blocks(call, schedule, x, lambda block, at: spec(block, lambda b, h, visit: at(b, visit)))
     outputs = [Blocked(shape_like(x.q.shape, call.result_dtype(x.q), x.q), queries)]

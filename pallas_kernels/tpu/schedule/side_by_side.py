@@ -22,7 +22,7 @@ _MOST = 4  # heads: 512 queries in blocks of 128
 
 def heads_side_by_side(call: Call, group: int) -> int:
     """How many heads of a group a step takes. What is added to logits is a head's own, and they have one of it."""
-    return 1 if call.has_slopes or call.has_bias else math.gcd(group, _MOST)
+    return 1 if call.has_head_bias else math.gcd(group, _MOST)
 
 
 def scratch_of(num_rows: int, q: jax.Array, dtype) -> list[Any]:

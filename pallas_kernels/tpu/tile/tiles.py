@@ -59,6 +59,11 @@ class Call:
     def softmax(self) -> bool:
         return self.spec.activation == "softmax"
 
+    @property
+    def has_head_bias(self) -> bool:
+        """Whether ALiBi or a bias is added to the logits."""
+        return self.has_slopes or self.has_bias
+
     def result_dtype(self, q: jax.Array) -> jnp.dtype:
         return jnp.dtype(jnp.float32) if self.in_parts else q.dtype
 
@@ -225,7 +230,7 @@ def form_logits(call: Call, products: jax.Array, addend) -> tuple[jax.Array, jax
     if call.spec.logit_softcap is not None:
         tanh = jnp.tanh(products)
         products, derivative = (call.spec.logit_softcap * call.unit) * tanh, 1 - tanh * tanh
-    if call.has_slopes or call.has_bias:
+    if call.has_head_bias:
         # Subtracted, as the compiler folds what is added to a product into the matmul, which then waits for it: the
         # backward pass took twice as long.
         products = products - (-addend())

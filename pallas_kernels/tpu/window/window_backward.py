@@ -101,7 +101,9 @@ def _inputs(
     head_dim = x.q.shape[3]
     queries = grid.of_queries(grid.block, head_dim)
     of_head = grid.spec((grid.members * grid.abreast, 8, LANES), lambda b, h, kv, i: (h, 0, 0))
-    inputs = [Blocked(x.q, queries), Blocked(gradients.dout, queries), Blocked(by_head(x.head_bias), of_head)]
+    inputs = [Blocked(x.q, queries), Blocked(gradients.dout, queries)]
+    if call.has_head_bias:
+        inputs.append(Blocked(by_head(x.head_bias), of_head))
     window = range(blocks_back(call), -1, -1)
     inputs += [Blocked(array, grid.of_keys(before, head_dim)) for array in (x.k, x.v) for before in window]
     if gradients.statistics is not None:
@@ -225,7 +227,8 @@ def _name_refs(call: Call, has_segments: bool, refs: tuple[Ref, ...]) -> tuple[W
     """What a step reads and writes, and `room_for_copies`."""
     has_sinks = call.spec.num_sink_tokens > 0
     *scalars, rest = take(refs, has_segments, has_segments and has_sinks)
-    of_queries, keys, values, rest = split(rest, 3, blocks_back(call) + 1, blocks_back(call) + 1)
+    *of_queries, rest = take(rest, True, True, call.has_head_bias)
+    keys, values, rest = split(rest, blocks_back(call) + 1, blocks_back(call) + 1)
     rotated = call.rotated_by > 0
     *optional, rest = take(rest, call.softmax, has_segments, has_sinks, has_sinks, rotated, rotated)
     gradients, rest = split(rest, 3)

@@ -103,7 +103,9 @@ def _inputs(call: Call, x: TpuOperands, segments: Segments | None, spec: Callabl
         rows, at = _window_rows(call, before)
         return spec((None, None, rows, head_dim), lambda b, h, kv, i: (b, kv, jnp.maximum(at(i), 0), 0))
 
-    inputs = [Blocked(by_head(x.head_bias), spec((call.abreast, 8, LANES), lambda b, h, kv, i: (h, 0, 0)))]
+    inputs = []
+    if call.has_head_bias:
+        inputs.append(Blocked(by_head(x.head_bias), spec((call.abreast, 8, LANES), lambda b, h, kv, i: (h, 0, 0))))
     inputs += [Blocked(array, keys(before)) for array in (x.k, x.v) for before in window]
     of_step = segments is not None
     sinks = (None, None, sink_rows(call, of_step), head_dim)
@@ -169,7 +171,7 @@ def _name_refs(call: Call, has_segments: bool, refs: tuple[Ref, ...]) -> tuple[W
     """What a step reads and writes, and `room_for_copies`."""
     has_sinks = call.spec.num_sink_tokens > 0
     *scalars, rest = take(refs, has_segments, has_segments and has_sinks)
-    (queries, head_bias), rest = split(rest, 2)
+    queries, head_bias, rest = take(rest, True, call.has_head_bias)
     keys, values, rest = split(rest, blocks_back(call) + 1, blocks_back(call) + 1)
     *of_documents, rest = take(rest, has_sinks, has_sinks, has_segments)
     has_codes = has_segments and reads_codes(call, queries.shape[1])

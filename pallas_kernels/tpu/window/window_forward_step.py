@@ -166,6 +166,8 @@ class WindowForwardBody:
     @functools.cached_property
     def head_bias(self) -> tuple[jax.Array, jax.Array]:
         """Slope and bias, [1, 1] each, in the kernel's unit."""
+        if self.refs.head_bias is None:
+            return (jnp.zeros((1, 1), jnp.float32),) * 2
         both = self.refs.head_bias.at[self.head]
         return both[0:1, 0:1] * self.call.unit, both[1:2, 0:1] * self.call.unit
 
