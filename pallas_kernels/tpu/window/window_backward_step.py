@@ -151,8 +151,7 @@ class WindowBackwardBody:
         if step.group > 1:
             for ring in (refs.dk_ring, refs.dv_ring):
                 pl.when(step.part == 0)(functools.partial(clear, ring, step.slot(back)))
-        for b in range(back + 1 - self.present, back + 1):
-            refs.k_t[b] = refs.keys[b][...].T
+        refs.k_t[step.slot(back)] = refs.keys[back][...].T  # earlier steps have left the others
         if self.by_token:
             self.first_key = refs.segments[0:1, :] - step.index * self.call.tiles.q_block  # [1, block]
         if self.sinks is not None:
@@ -240,7 +239,7 @@ class WindowBackwardBody:
             self.add_to_queries(unit, dot(clean(self.sink_k_t[own]), ds, NN))
             return
         self.add_to_keys(unit, self.step.slot(unit.block), dv, dk)
-        self.add_to_queries(unit, dot(clean(refs.k_t[unit.block, own, unit.keys]), ds, NN))
+        self.add_to_queries(unit, dot(clean(refs.k_t[self.step.slot(unit.block), own, unit.keys]), ds, NN))
 
     def own(self, unit: _WindowUnit) -> slice:
         """The channels of a unit's head, of those of all heads that lie side by side."""
