@@ -39,9 +39,12 @@ from pallas_kernels.tpu.tile.tiles import (
     split,
     take,
     tile_mask,
+    whole_lanes,
     window_of,
     write_softmax,
 )
+
+AHEAD = 2  # strips whose logits are on their way in VMEM before the weights of one are taken
 
 
 class ForwardRefs(NamedTuple):
@@ -63,6 +66,7 @@ class ForwardRefs(NamedTuple):
     finite_v: Ref  # [kv_block, D] (lists)
     nonfinite: Ref  # [1] int32 (branches)
     rotated_q: Ref  # [q_block, D]
+    logits: Ref  # [AHEAD + 1, strip, keys attended to at once] f32 (`ForwardStatic.stores_logits`)
     statistics: list[Ref]  # the running maximum and sum, [q_block, LANES] f32, all lanes alike
 
 
@@ -87,6 +91,14 @@ class ForwardStatic(NamedTuple):
         known = self.fresh or self.num_initial or self.branches
         return self.schedule.is_list or self.schedule.packed is not None or not known
 
+    @property
+    def stores_logits(self) -> bool:
+        """Whether logits wait in VMEM, where each is written once: the compiler would spill them more often.
+
+        Where the matrix unit is 128 wide, it waits longer for them than for what is spilled.
+        """
+        return self.call.softmax and self.call.tiles.sum_on_mxu
+
     def name_refs(self, refs) -> ForwardRefs:
         call, is_list, packed = self.call, self.schedule.is_list, self.schedule.packed is not None
         (q, k, v), initial, rest = split(refs, 3, self.num_initial)
@@ -96,9 +108,11 @@ class ForwardStatic(NamedTuple):
         )
         num_results = 2 if call.softmax else 1
         window, results, (acc, *rest) = split(rest, num_results if self.branches else 0, num_results)
-        finite_v, nonfinite, rotated_q, statistics = take(rest, is_list, self.branches, rotated)
+        finite_v, nonfinite, rotated_q, logits, statistics = take(
+            rest, is_list, self.branches, rotated, self.stores_logits
+        )
         inputs = q, k, v, initial, head_bias, q_info, kv_info, first, cos, sin
-        return ForwardRefs(*inputs, window, results, acc, finite_v, nonfinite, rotated_q, statistics)
+        return ForwardRefs(*inputs, window, results, acc, finite_v, nonfinite, rotated_q, logits, statistics)
 
 
 class _Source(NamedTuple):
@@ -122,7 +136,7 @@ class _Stage(NamedTuple):
 
 
 class _StripTile(NamedTuple):
-    logits: jax.Array  # [strip, keys]
+    logits: Any  # [strip, keys], or where they are stored
     value_ref: Ref  # [keys, D]
     unclean: bool  # of the values behind a mask, those that are not finite are still to be taken as zero
 
@@ -285,13 +299,14 @@ class ForwardStep:
         Returns whether a value of the suspects is not finite: asked half way, for the answer to be there at the end.
         """
         pieces = [(rows, stage) for stage in stages for rows in self.strips]
-        ahead: Any = None
         nonfinite: Any = False
+        num_ahead = AHEAD if self.static.stores_logits else 1
+        ahead = [self.score(stage.sources, rows, i) for i, (rows, stage) in enumerate(pieces[:num_ahead])]
         for i, (rows, stage) in enumerate(pieces):
-            tiles, top = ahead or self.score(stage.sources, rows)
-            if i + 1 < len(pieces):
-                next_rows, next_stage = pieces[i + 1]
-                ahead = self.score(next_stage.sources, next_rows)
+            if (later := i + num_ahead) < len(pieces):
+                next_rows, next_stage = pieces[later]
+                ahead.append(self.score(next_stage.sources, next_rows, later))
+            tiles, top = ahead.pop(0)
             if suspects and i == len(self.strips) // 2:
                 nonfinite = functools.reduce(jnp.logical_or, map(_has_nonfinite, suspects))
             self.accumulate(rows, tiles, top, stage.fresh)
@@ -299,7 +314,7 @@ class ForwardStep:
                 self.write(stage.results, rows)
         return nonfinite
 
-    def score(self, sources: list[_Source], rows: slice) -> tuple[list[_StripTile], jax.Array | None]:
+    def score(self, sources: list[_Source], rows: slice, number: int) -> tuple[list[_StripTile], jax.Array | None]:
         """The tiles that a strip sees and, for softmax, the greatest logit of each row in them."""
         tiles = [
             self.score_tile(source, rows, keys, masked)
@@ -309,7 +324,19 @@ class ForwardStep:
         top = None
         if self.call.softmax and tiles:
             top = over_lanes(jnp.maximum, [tile.logits for tile in tiles]).max(axis=1, keepdims=True)
+            tiles = self.stored(number, tiles) if self.static.stores_logits else tiles
         return tiles, top
+
+    def stored(self, number: int, tiles: list[_StripTile]) -> list[_StripTile]:
+        """The same with their logits in VMEM."""
+        column, stored = 0, []
+        for tile in tiles:
+            size = tile.logits.shape[1]
+            logits = self.refs.logits.at[number % (AHEAD + 1), : self.strip, column : column + size]
+            logits[...] = tile.logits
+            stored.append(tile._replace(logits=logits))
+            column += whole_lanes(size)
+        return stored
 
     def score_tile(self, source: _Source, rows: slice, keys: slice, masked: bool) -> _StripTile:
         call, is_list = self.call, self.static.schedule.is_list
@@ -360,29 +387,28 @@ class ForwardStep:
             acc_ref[rows, :] = more if fresh else acc_ref[rows, :] + more
             return
         top_ref, total_ref = self.refs.statistics
-        acc: Any = 0.0
-        total: Any = 0.0
         new = jnp.broadcast_to(top, (self.strip, LANES))  # all lanes alike
         if not fresh:
             old = top_ref[rows, :]
             new = jnp.maximum(old, top)
-            decay = jnp.exp2(old - new)
-            acc, total = acc_ref[rows, :] * _as_wide(decay, acc_ref), total_ref[rows, :] * decay
         sum_on_mxu = self.call.tiles.sum_on_mxu and acc_ref.shape[1] % LANES == 0
+        acc: Any = 0.0  # grown product by product: so the compiler adds in the matrix unit
         sums = []
         for tile in tiles:
-            weights, value = jnp.exp2(tile.logits - new[:, :1]), tile.value()
+            weights, value = jnp.exp2(tile.logits[...] - new[:, :1]), tile.value()
+            if not sum_on_mxu:
+                sums.append(weights)
             if sum_on_mxu:
                 value = jnp.concatenate([value, jnp.ones((value.shape[0], LANES), value.dtype)], axis=1)
-                product = dot(weights.astype(value.dtype), value, NN)
-                acc, total = acc + product[:, :-LANES], total + product[:, -LANES:]
-            else:
-                acc += dot(weights.astype(value.dtype), value, NN)
-                sums.append(weights)
-        if sums:
-            total += over_lanes(jnp.add, sums).sum(axis=1, keepdims=True)
-        acc_ref[rows, :], top_ref[rows, :] = acc, new
-        total_ref[rows, :] = jnp.broadcast_to(total, new.shape)
+            acc += dot(weights.astype(value.dtype), value, NN)
+        if sum_on_mxu:
+            acc, total = acc[:, :-LANES], acc[:, -LANES:]
+        else:
+            total = jnp.broadcast_to(over_lanes(jnp.add, sums).sum(axis=1, keepdims=True), new.shape)
+        if not fresh:
+            decay = jnp.exp2(old - new)
+            acc, total = acc_ref[rows, :] * _as_wide(decay, acc_ref) + acc, total_ref[rows, :] * decay + total
+        acc_ref[rows, :], top_ref[rows, :], total_ref[rows, :] = acc, new, total
 
     def write(self, results: list[Ref], rows: slice) -> None:
         acc_ref = self.refs.acc

@@ -8,6 +8,7 @@ whole window of a block of queries first, writes that result, and goes on with t
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.math.spec import Coordinates
-from pallas_kernels.tpu.schedule.forward_step import ForwardStatic, ForwardStep
+from pallas_kernels.tpu.schedule.forward_step import AHEAD, ForwardStatic, ForwardStep
 from pallas_kernels.tpu.schedule.pair_schedule import has_default_positions, order_pairs, token_blocks
 from pallas_kernels.tpu.schedule.side_by_side import SideBySide, heads_side_by_side, scratch_of
 from pallas_kernels.tpu.tile.rotation import rotate_tile
@@ -34,6 +35,8 @@ from pallas_kernels.tpu.tile.tiles import (
     shape_like,
     slope_and_bias,
     split,
+    whole_lanes,
+    window_of,
 )
 
 _RESIDENT_BYTES = 32 * 2**20  # of keys and values in VMEM
@@ -138,6 +141,12 @@ def _scratch(static: ForwardStatic, x: TpuOperands, num_rows: int) -> list[Any]:
         scratch.append(pltpu.SMEM((1,), jnp.int32))
     if call.rotated_by:
         scratch.append(pltpu.VMEM((num_rows, head_dim), x.q.dtype))
+    if static.stores_logits:
+        tiles = call.tiles
+        strip, tile = math.gcd(tiles.strip, num_rows), math.gcd(tiles.tile, tiles.kv_block)
+        blocks = 1 + (-(-(window_of(call) - 1) // tiles.kv_block) if static.branches else 0)
+        columns = blocks * (tiles.kv_block // tile) * whole_lanes(tile)
+        scratch.append(pltpu.VMEM((AHEAD + 1, strip, columns), jnp.float32))
     if call.softmax:
         scratch += [pltpu.VMEM((num_rows, LANES), jnp.float32)] * 2
     if static.schedule.listed is not None:

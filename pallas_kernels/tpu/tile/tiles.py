@@ -177,6 +177,10 @@ def describe_tokens(where: Coordinates) -> tuple[jax.Array, jax.Array]:
     return rows(q_pos, where.q_segment_ids, where.full_rows), rows(kv_pos, where.kv_segment_ids)
 
 
+def whole_lanes(size: int) -> int:
+    return -(-size // LANES) * LANES
+
+
 def by_head(head_bias: jax.Array) -> jax.Array:
     """[2, H] -> [H, 8, LANES], a tile a head: vector memory, as simulators of some chips know no scalar memory."""
     return jnp.broadcast_to(jnp.pad(head_bias.T, [(0, 0), (0, 6)])[:, :, None], (head_bias.shape[1], 8, LANES))

@@ -33,6 +33,7 @@ from pallas_kernels.tpu.tile.tiles import (
     shape_like,
     split,
     take,
+    whole_lanes,
 )
 from pallas_kernels.tpu.window.document_codes import document_codes, reads_codes
 from pallas_kernels.tpu.window.geometry import (
@@ -47,13 +48,7 @@ from pallas_kernels.tpu.window.geometry import (
     window_tiles,
 )
 from pallas_kernels.tpu.window.packed_sinks import documents_copied, room_for_copies, sink_blocks, sink_copies
-from pallas_kernels.tpu.window.window_forward_step import (
-    AHEAD,
-    WindowForwardBody,
-    WindowForwardRefs,
-    mark_rows_nan,
-    whole_lanes,
-)
+from pallas_kernels.tpu.window.window_forward_step import AHEAD, WindowForwardBody, WindowForwardRefs, mark_rows_nan
 
 
 def window_forward(

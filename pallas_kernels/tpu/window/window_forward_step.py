@@ -31,6 +31,7 @@ from pallas_kernels.tpu.tile.tiles import (
     form_logits,
     over_lanes,
     sees_nothing,
+    whole_lanes,
     window_of,
 )
 from pallas_kernels.tpu.window.document_codes import with_query_code
@@ -83,10 +84,6 @@ class WindowForwardRefs(NamedTuple):
     lse: Ref  # [heads abreast, 1, block]
     nonfinite: Ref  # [1] int32: whether a value that is not finite has been met
     logits: Ref  # [AHEAD + 2, strip, keys] f32 (softmax)
-
-
-def whole_lanes(size: int) -> int:
-    return -(-size // LANES) * LANES
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
