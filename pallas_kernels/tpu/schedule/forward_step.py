@@ -34,6 +34,7 @@ from pallas_kernels.tpu.tile.tiles import (
     dot,
     form_logits,
     over_lanes,
+    sees_nothing,
     sigmoid_values,
     sigmoid_weights,
     split,
@@ -41,7 +42,6 @@ from pallas_kernels.tpu.tile.tiles import (
     tile_mask,
     whole_lanes,
     window_of,
-    write_softmax,
 )
 
 AHEAD = 2  # strips whose logits are on their way in VMEM before the weights of one are taken
@@ -396,10 +396,10 @@ class ForwardStep:
         sums = []
         for tile in tiles:
             weights, value = jnp.exp2(tile.logits[...] - new[:, :1]), tile.value()
-            if not sum_on_mxu:
-                sums.append(weights)
             if sum_on_mxu:
                 value = jnp.concatenate([value, jnp.ones((value.shape[0], LANES), value.dtype)], axis=1)
+            else:
+                sums.append(weights)
             acc += dot(weights.astype(value.dtype), value, NN)
         if sum_on_mxu:
             acc, total = acc[:, :-LANES], acc[:, -LANES:]
@@ -415,9 +415,32 @@ class ForwardStep:
         if not self.call.softmax:
             results[0][rows, :] = acc_ref[rows, :].astype(results[0].dtype)
             return
-        top, total = (_as_wide(ref[rows, :], acc_ref) for ref in self.refs.statistics)
         out_ref, lse_ref = results
-        write_softmax(out_ref, lse_ref, rows, acc_ref[rows, :], top, total, self.static.may_be_empty)
+        top, total = (_as_wide(ref[rows, :], acc_ref) for ref in self.refs.statistics)
+        out = acc_ref[rows, :] * (1 / total)
+        if self.static.may_be_empty:
+            out = jnp.where(sees_nothing(top), 0, out)
+        out_ref[rows, :] = out.astype(out_ref.dtype)
+        if rows == self.strips[-1]:
+            self.write_lse(lse_ref)
+
+    def write_lse(self, lse_ref: Ref) -> None:
+        """Writes the lse of all strips, in base 2: one logarithm and one transpose, with a lane for each strip."""
+        lane = lax.broadcasted_iota(jnp.int32, (self.strip, LANES), 1)
+
+        def by_lane(ref: Ref) -> jax.Array:
+            column = ref[self.strips[0], :]
+            for i, rows in enumerate(self.strips):
+                column = jnp.where(lane == i, ref[rows, :], column)
+            return column
+
+        top, total = map(by_lane, self.refs.statistics)
+        lse = top + jnp.log2(total)
+        if self.static.may_be_empty:
+            lse = jnp.where(sees_nothing(top), -jnp.inf, lse)
+        lse = lse.T  # [strips, strip]
+        for i, rows in enumerate(self.strips):
+            lse_ref[:, rows] = lse[i : i + 1]
 
     def mark_nan(self, source: _Source, result_ref: Ref) -> None:
         """Writes NaN where a query sees a value that is not finite. Hardly ever run, so short and slow."""

@@ -270,13 +270,6 @@ def largest_divisor(n: int, most: int) -> int:
     return max(i for i in range(1, n + 1) if n % i == 0 and i <= max(most, 1))
 
 
-def to_row(column: jax.Array) -> jax.Array:
-    """[n, 1], or [n, m] with m equal columns, -> [1, n]. A transpose of whole lanes is far cheaper than a reshape."""
-    if column.shape[1] != LANES:
-        column = jnp.broadcast_to(column[:, :1], (column.shape[0], LANES))
-    return column.T[:1]
-
-
 def sigmoid_values(weights, value, contract=NN):
     """weights @ value. Without a normaliser the rounding of many weights near 1 adds up: what it cut off is added."""
     high = weights.astype(value.dtype)
@@ -296,17 +289,6 @@ def over_lanes(operator, tiles):
 def sees_nothing(top: jax.Array) -> jax.Array:
     """Whether a row's greatest logit is still MASKED; not if it is NaN, which is not to be hidden."""
     return top <= 0.5 * MASKED
-
-
-def write_softmax(out_ref, lse_ref, rows, acc, top, total, may_be_empty=True):
-    """Normalises a strip, its lse in base 2."""
-    out = acc * (1 / total)
-    lse = top + jnp.log2(total)
-    if may_be_empty:
-        sees_none = sees_nothing(top)
-        out, lse = jnp.where(sees_none, 0, out), jnp.where(sees_none, -jnp.inf, lse)
-    out_ref[rows, :] = out.astype(out_ref.dtype)
-    lse_ref[:, rows] = to_row(lse)
 
 
 def take(items, *wanted: bool) -> Any:
