@@ -387,28 +387,29 @@ class ForwardStep:
             acc_ref[rows, :] = more if fresh else acc_ref[rows, :] + more
             return
         top_ref, total_ref = self.refs.statistics
+        acc: Any = 0.0
+        total: Any = 0.0
         new = jnp.broadcast_to(top, (self.strip, LANES))  # all lanes alike
         if not fresh:
             old = top_ref[rows, :]
             new = jnp.maximum(old, top)
+            decay = jnp.exp2(old - new)
+            acc, total = acc_ref[rows, :] * _as_wide(decay, acc_ref), total_ref[rows, :] * decay
         sum_on_mxu = self.call.tiles.sum_on_mxu and acc_ref.shape[1] % LANES == 0
-        acc: Any = 0.0  # grown product by product: so the compiler adds in the matrix unit
         sums = []
         for tile in tiles:
             weights, value = jnp.exp2(tile.logits[...] - new[:, :1]), tile.value()
             if sum_on_mxu:
                 value = jnp.concatenate([value, jnp.ones((value.shape[0], LANES), value.dtype)], axis=1)
+                product = dot(weights.astype(value.dtype), value, NN)
+                acc, total = acc + product[:, :-LANES], total + product[:, -LANES:]
             else:
+                acc += dot(weights.astype(value.dtype), value, NN)
                 sums.append(weights)
-            acc += dot(weights.astype(value.dtype), value, NN)
-        if sum_on_mxu:
-            acc, total = acc[:, :-LANES], acc[:, -LANES:]
-        else:
-            total = jnp.broadcast_to(over_lanes(jnp.add, sums).sum(axis=1, keepdims=True), new.shape)
-        if not fresh:
-            decay = jnp.exp2(old - new)
-            acc, total = acc_ref[rows, :] * _as_wide(decay, acc_ref) + acc, total_ref[rows, :] * decay + total
-        acc_ref[rows, :], top_ref[rows, :], total_ref[rows, :] = acc, new, total
+        if sums:
+            total += over_lanes(jnp.add, sums).sum(axis=1, keepdims=True)
+        acc_ref[rows, :], top_ref[rows, :] = acc, new
+        total_ref[rows, :] = jnp.broadcast_to(total, new.shape)
 
     def write(self, results: list[Ref], rows: slice) -> None:
         acc_ref = self.refs.acc
