@@ -38,9 +38,9 @@ from pallas_kernels.tpu.tile.tiles import (
     sigmoid_values,
     sigmoid_weights,
     split,
+    stored,
     take,
     tile_mask,
-    whole_lanes,
     window_of,
 )
 
@@ -93,10 +93,7 @@ class ForwardStatic(NamedTuple):
 
     @property
     def stores_logits(self) -> bool:
-        """Whether logits wait in VMEM, where each is written once: the compiler would spill them more often.
-
-        Where the matrix unit is 128 wide, it waits longer for them than for what is spilled.
-        """
+        """Whether logits are `stored`. Where the matrix unit is 128 wide, that costs more than it saves (v5e: 1 %)."""
         return self.call.softmax and self.call.tiles.sum_on_mxu
 
     def name_refs(self, refs) -> ForwardRefs:
@@ -324,19 +321,9 @@ class ForwardStep:
         top = None
         if self.call.softmax and tiles:
             top = over_lanes(jnp.maximum, [tile.logits for tile in tiles]).max(axis=1, keepdims=True)
-            tiles = self.stored(number, tiles) if self.static.stores_logits else tiles
+            if self.static.stores_logits:
+                tiles = stored(self.refs.logits.at[number % (AHEAD + 1)], tiles)
         return tiles, top
-
-    def stored(self, number: int, tiles: list[_StripTile]) -> list[_StripTile]:
-        """The same with their logits in VMEM."""
-        column, stored = 0, []
-        for tile in tiles:
-            size = tile.logits.shape[1]
-            logits = self.refs.logits.at[number % (AHEAD + 1), : self.strip, column : column + size]
-            logits[...] = tile.logits
-            stored.append(tile._replace(logits=logits))
-            column += whole_lanes(size)
-        return stored
 
     def score_tile(self, source: _Source, rows: slice, keys: slice, masked: bool) -> _StripTile:
         call, is_list = self.call, self.static.schedule.is_list

@@ -181,6 +181,23 @@ def whole_lanes(size: int) -> int:
     return -(-size // LANES) * LANES
 
 
+def stored(room: Ref, tiles: list[Any]) -> list[Any]:
+    """The same tiles with their logits in VMEM, where each is written once. The compiler would spill them more often.
+
+    Args:
+      room: [rows, keys] f32; each tile takes whole lanes of it.
+      tiles: named tuples with `logits`, [rows, keys] or fewer.
+    """
+    column, found = 0, []
+    for tile in tiles:
+        rows, size = tile.logits.shape
+        logits = room.at[:rows, column : column + size]
+        logits[...] = tile.logits
+        found.append(tile._replace(logits=logits))
+        column += whole_lanes(size)
+    return found
+
+
 def by_head(head_bias: jax.Array) -> jax.Array:
     """[2, H] -> [H, 8, LANES], a tile a head: vector memory, as simulators of some chips know no scalar memory."""
     return jnp.broadcast_to(jnp.pad(head_bias.T, [(0, 0), (0, 6)])[:, :, None], (head_bias.shape[1], 8, LANES))

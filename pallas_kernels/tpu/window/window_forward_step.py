@@ -31,6 +31,7 @@ from pallas_kernels.tpu.tile.tiles import (
     form_logits,
     over_lanes,
     sees_nothing,
+    stored,
     whole_lanes,
     window_of,
 )
@@ -194,18 +195,7 @@ class WindowForwardBody:
         if not self.call.softmax:
             return _Strip(rows, tiles, None)
         top = over_lanes(jnp.maximum, [tile.logits for tile in tiles]).max(axis=1, keepdims=True)
-        return _Strip(rows, self.stored(number, tiles), top)
-
-    def stored(self, number: int, tiles: list[_Scores]) -> list[_Scores]:
-        """The same with their logits in VMEM, where each is written once. The compiler would spill them more often."""
-        slot, column, stored = number % (AHEAD + 2), 0, []
-        for tile in tiles:
-            size = tile.logits.shape[1]
-            logits = self.refs.logits.at[slot, :, column : column + size]
-            logits[...] = tile.logits
-            stored.append(tile._replace(logits=logits))
-            column += whole_lanes(size)
-        return stored
+        return _Strip(rows, stored(self.refs.logits.at[number % (AHEAD + 2)], tiles), top)
 
     def score_edges(self, query: jax.Array, start: int, far: WindowTile, near: WindowTile) -> _Scores:
         """The logits of the two edges of the window as one tile."""
