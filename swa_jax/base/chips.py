@@ -52,9 +52,9 @@ class Target:
     torus: int  # dimensions of the chips' network, with two links each
     kernel_share: tuple[float, float]  # of the peak, reached by our kernels forward, backward: docs/kernels.md
     matmul_share: float  # of the peak, reached by XLA's matrix products: those of the plans in docs/plans
-    # Whether a sum over all devices of a slice can be scattered. Otherwise the compiler (libtpu 0.0.50, with any of its
-    # options) sums it everywhere, which sends twice as much; over a part of the slice it scatters on all chips.
-    scatters_whole: bool = False
+    # Whether collectives run on SparseCores, beside the rest. Otherwise a sum over all devices of a slice is never
+    # scattered: the compiler sums it on each of them, which sends twice as much.
+    sparse_cores: bool
     # Of the time in which weights are exchanged over a part of the slice, where every layer is compiled by itself: what
     # is not hidden behind the layer before (SWAT 760M in docs/plans). Over the whole slice nothing is hidden.
     shown_share: float = 1.0
@@ -75,26 +75,26 @@ CHIPS = {
     "v5e": Chip(
         ("TPU v5 lite", "TPU v5e"),
         197e12,
-        Target("v5e:2x2", 1, 1.5, 15.75, 50e9, 3.125e9, 819e9, 2, (0.77, 0.85), 0.85, shown_share=0.4),
+        Target("v5e:2x2", 1, 1.5, 15.75, 50e9, 3.125e9, 819e9, 2, (0.77, 0.85), 0.85, False, shown_share=0.4),
         Cloud("v5e", 2, "tpu-v5-lite-podslice", "v5litepod", 1, "v2-alpha-tpuv5-lite", single=8),
     ),
     "v5p": Chip(
         ("TPU v5", "TPU v5p"),
         459e12,
-        Target("v5p:2x2x1", 2, 1.75, 95.73, 100e9, 6.25e9, 2765e9, 3, (0.77, 0.85), 0.97),
+        Target("v5p:2x2x1", 2, 1.75, 95.73, 100e9, 6.25e9, 2765e9, 3, (0.77, 0.85), 0.97, True),
         Cloud("v5p", 3, "tpu-v5p-slice", "v5p", 2, "v2-alpha-tpuv5"),
     ),
     "v6e": Chip(
         ("TPU v6 lite", "TPU v6e"),
         918e12,
-        Target("v6e:2x2", 1, 1.75, 31.24, 100e9, 12.5e9, 1640e9, 2, (0.32, 0.5), 0.74),
+        Target("v6e:2x2", 1, 1.75, 31.24, 100e9, 12.5e9, 1640e9, 2, (0.32, 0.5), 0.74, True),
         Cloud("v6e", 2, "tpu-v6e-slice", "v6e", 1, "v2-alpha-tpuv6e", single=8),
     ),
     # A JAX device is one of the chip's two cores. Not the nominal clock: the one at which published timings are met.
     "v7x": Chip(
         ("TPU7x",),
         1153.5e12,
-        Target("tpu7x:2x2x1", 1, 1.88, 94.74, 100e9, 6.25e9, 3690e9, 3, (0.32, 0.5), 0.74, scatters_whole=True),
+        Target("tpu7x:2x2x1", 1, 1.88, 94.74, 100e9, 6.25e9, 3690e9, 3, (0.32, 0.5), 0.74, True),
         Cloud("tpu7x", 3, "tpu7x", None, 2, None),
     ),
     "a100": Chip(("NVIDIA A100",), 312e12),

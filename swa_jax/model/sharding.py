@@ -163,16 +163,24 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """
     devices = jax.devices() if devices is None else devices
     shape = mesh_shape(config, len(devices))
-    if config.slices == 1:
-        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    elif all(getattr(device, "slice_index", None) is not None for device in devices):
-        inside = (shape[0] // config.slices, *shape[1:])
-        grid = mesh_utils.create_hybrid_device_mesh(
-            inside, (config.slices, 1, 1, 1, 1), devices, allow_split_physical_axes=True
-        )
-    else:  # devices without slices, such as CPUs: a block of them in order stands for a slice
-        grid = np.asarray(devices).reshape(shape)
+    inside = (shape[0] // config.slices, *shape[1:])
+    by_slice: dict[Any, list[Any]] = {}
+    for device in devices:
+        by_slice.setdefault(getattr(device, "slice_index", None), []).append(device)
+    # Of devices without slices, such as CPUs, a block in order stands for one.
+    found = len(by_slice) == config.slices
+    slices = list(by_slice.values()) if found else np.split(np.asarray(devices), config.slices)
+    grid = np.concatenate([_slice_grid(inside, one) for one in slices])
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _slice_grid(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
+    sizes = dict(zip(AXES, shape, strict=True))
+    if sizes["fsdp"] * sizes["context"] == len(devices) and all(hasattr(device, "coords") for device in devices):
+        # In this order the compiler gathers and scatters over the whole slice along all links at once; in that of
+        # `create_device_mesh` it goes round one ring.
+        return np.asarray(sorted(devices, key=lambda device: (device.coords, device.core_on_chip))).reshape(shape)
+    return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
 
 
 def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, ...]:

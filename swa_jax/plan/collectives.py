@@ -29,6 +29,7 @@ class Collective(NamedTuple):
     start: str  # the instruction that begins it
     done: str  # the one that waits for its end; the same where nothing runs beside it
     hops: int = 0  # how far, and in which direction, where all devices send equally far along one axis
+    rings: int = 0  # in one direction each, on links of their own, that share it; 0 where the program does not say
 
     @property
     def asynchronous(self) -> bool:
@@ -54,7 +55,8 @@ def collectives(
                 kind, axes, group, size = _measured(inside, operation, mesh_shape, slices)
                 sent, hops = _ring_bytes(kind, size, group), _hops(kind, axes, operation, mesh_shape)
                 times, where = counts[computation.name], (computation.name, start.name, done.name)
-                found.append(Collective(kind, axes, group, sent, times, *where, hops))
+                rings = operation.attributes.count('"phase_rings"')
+                found.append(Collective(kind, axes, group, sent, times, *where, hops, rings))
     return found
 
 
@@ -74,6 +76,8 @@ def _begun(
 ) -> Iterator[tuple[Instruction, Instruction, Computation, Instruction]]:
     """(first instruction, last instruction, the computation that holds the operation, the operation)."""
     held = [(one, list(_operations(program, computation, one))) for one in computation.instructions.values()]
+    # A SparseCore is called before what it shall send is there: it begins where that is given to it.
+    sent = {one.operands[0]: one for one, _ in held if one.opcode == "call-update"}
     ends: dict[str, Instruction] = {}  # by what they wait for: the instruction that began it, or its channel
     for instruction, operations in held:
         channels = [_channel(operation) for _, operation in operations]
@@ -93,7 +97,8 @@ def _begun(
             if instruction.name.startswith(_BEGINS):
                 yield instruction, ends.get(channel, instruction), inside, operation
             elif inside is computation or channel not in begun:
-                yield instruction, ends.get(instruction.name, instruction), inside, operation
+                first = sent.get(instruction.name, instruction)
+                yield first, ends.get(first.name, first), inside, operation
 
 
 def _meeting(computation: Computation, instruction: Instruction) -> str | None:
@@ -111,7 +116,7 @@ def _operations(
     """The collectives that an instruction is or calls, with the computations that hold them."""
     if instruction.opcode.removesuffix("-start") in KINDS:
         yield computation, instruction
-    elif instruction.opcode in ("fusion", "async-start", "async-done"):
+    elif instruction.opcode in ("fusion", "async-start", "async-done", "call-start"):
         inside = program.computations.get(called_computation(instruction) or "")
         if inside is not None:
             for one in inside.instructions.values():

@@ -359,9 +359,9 @@ def _exchange_of_weights(work: Workload, share: _Share) -> float:
     ends = p * _local(tuple(row for row in split if "vocab" in row.axes), share.partition) * group
     seconds = _ring(work, gathered * 2 - ends, group, pieces)  # embedding and head are gathered once
     trained, slices = p * share.trained * group, work.config.mesh.slices
-    # What the compiler does not scatter, it sums on every chip: in parts of whole tiles of a register alone.
+    # Without SparseCores, parts of whole tiles of a register alone are scattered; all else is summed on every chip.
     in_tiles = work.model.hidden_size // group % (TILE_BYTES // p) == 0
-    scatters = in_tiles and (group < work.devices // slices or work.chip.scatters_whole)
+    scatters = work.chip.sparse_cores or (in_tiles and group < work.devices // slices)
     seconds += _ring(work, trained, group, (1 if scatters else 2) * pieces)
     if group < work.devices // slices and not share.settings.scan_layers:
         seconds *= work.chip.shown_share

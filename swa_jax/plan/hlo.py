@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
 ITEM_BYTES |= {"s64": 8, "u64": 8, "f64": 8}
+# What they call runs for every element, or on a SparseCore beside the rest.
+_NO_TIME_OF_ITS_OWN = ("all-reduce", "all-reduce-start", "reduce-scatter", "reduce", "scatter", "call-start")
 PRODUCTS = ("convolution", "dot")  # of matrices, as the TPU compiler spells them
 NO_ESTIMATE = 2**62  # cycles: what stands for "not known"
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
@@ -118,7 +120,8 @@ def executions(program: HloProgram, branch_shares: Callable[[int], Sequence[floa
 
 def called_computation(instruction: Instruction) -> str | None:
     """What a fusion or an asynchronous wrapper runs."""
-    found = re.search(r"\bcalls=%?([\w.\-]+)", instruction.attributes)
+    word = "to_apply" if instruction.opcode == "call-start" else "calls"
+    found = re.search(rf"\b{word}=%?([\w.\-]+)", instruction.attributes)
     return found[1] if found else None
 
 
@@ -139,7 +142,7 @@ def calls(
         branches = [b.strip().lstrip("%") for b in listed[1].split(",")] if listed else names[::-1]
         shares = branch_shares(len(branches)) if branch_shares else [1 / len(branches)] * len(branches)
         yield from zip(branches, shares, strict=True)
-    elif instruction.opcode not in ("all-reduce", "all-reduce-start", "reduce-scatter", "reduce", "scatter"):
+    elif instruction.opcode not in _NO_TIME_OF_ITS_OWN:
         yield from ((name, 1.0) for name in names)
 
 

@@ -134,7 +134,8 @@ def step_time(
             return send.sent_bytes / chip.dcn_bytes
         if send.hops:
             return send.sent_bytes * abs(send.hops) / chip.link_bytes
-        return send.sent_bytes / (2 * (chip.torus if send.group == in_slice else 1) * chip.link_bytes)
+        rings = send.rings or 2 * (chip.torus if send.group == in_slice else 1)
+        return send.sent_bytes / (rings * chip.link_bytes)
 
     own = timeline.work_of(program, counts, clock, passes)
     elapsed = timeline.play(program, sends, own, transfer, branch_shares)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from swa_jax.base.chips import find_chip
 from swa_jax.base.errors import ConfigError
 from swa_jax.model.sharding import Partition
 
@@ -22,12 +23,28 @@ TPU_OPTIONS = {
     # (docs/planning.md).
     "xla_tpu_scoped_vmem_limit_kib": "65536",
 }
+# Collectives on the SparseCores, beside the step. Without these the TensorCores send, and v5p, v6e and v7x wait.
+SPARSE_CORE_OPTIONS = {
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
+    "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": True,
+    "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": True,
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
+    "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": True,
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce": True,
+    "xla_tpu_prefer_async_allgather_to_allreduce": True,  # else v5p sums zeros over the slice in place of a gather
+    "xla_tpu_use_tc_device_shape_on_sc": True,
+    "xla_sc_disable_megacore_partitioning": True,
+}
 
 
 def compiler_options(partition: Partition | None, given: XlaOptions) -> dict[str, Any] | None:
     """Those of the mesh's devices, with what a run's configuration gives on top; None where there are none."""
-    platform = jax.default_backend() if partition is None else partition.mesh.devices.flat[0].platform
-    return {**(TPU_OPTIONS if platform == "tpu" else {}), **given} or None
+    device = jax.devices()[0] if partition is None else partition.mesh.devices.flat[0]
+    own: XlaOptions = TPU_OPTIONS if device.platform == "tpu" else {}
+    chip = find_chip(device.device_kind)
+    if chip is not None and chip.target is not None and chip.target.sparse_cores:
+        own = {**own, **SPARSE_CORE_OPTIONS}
+    return {**own, **given} or None
 
 
 def check_options(given: XlaOptions, device: Any) -> None:

@@ -4,19 +4,27 @@ import dataclasses
 import json
 
 import command_line
+import jax
+import jax.numpy as jnp
 import pytest
 from command_line import fails
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from small_runs import MODEL
 from small_runs import config_of as run
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.settings import from_dict, load_config, to_dict
 from swa_jax.model.config import ModelConfig
+from swa_jax.model.sharding import MeshConfig, Partition, make_mesh
+from swa_jax.plan import hlo
+from swa_jax.plan.collectives import collectives
 from swa_jax.plan.text import describe
+from swa_jax.train.compiler import compiler_options
 from swa_jax.train.config import TrainConfig
 
 pytest.importorskip("libtpu")  # the plain suite runs where it has no wheel, too
-from swa_jax.base.chips import TARGETS
+from swa_jax.base.chips import TARGETS, chip_name
 from swa_jax.plan.kernel_cycles import read_table
 from swa_jax.plan.plan import plan, topology_devices
 
@@ -186,6 +194,30 @@ def test_what_attention_needs_is_kept_on_the_chip_or_on_its_host():
     again = plan(run(remat="layer"), "v5e:2x2")
     ratio = again["flops"]["attention_forward"] / kept["flops"]["attention_forward"]
     assert ratio == 2
+
+
+@pytest.mark.parametrize("topology", ["v5e:4x4", "v6e:4x4", "v5p:2x2x4", "v7x:2x2x2"])
+def test_weights_over_a_whole_slice_are_scattered_beside_the_step(topology):
+    """The SparseCores gather them round all links at once; v5e has none, and sums gradients on every chip."""
+    devices = topology_devices(topology)
+    partition = Partition(make_mesh(MeshConfig(1, -1, context=2), devices))
+    every, none = (NamedSharding(partition.mesh, P(axes)) for axes in (("fsdp", "context"), None))
+
+    def gradient(weights, x):
+        whole = jax.lax.with_sharding_constraint(weights, none)
+        found = jax.grad(lambda w: jnp.square((x.T @ w).astype(jnp.float32)).sum())(whole)
+        return jax.lax.with_sharding_constraint(found, every)
+
+    weights = jax.ShapeDtypeStruct((1024, 2048), jnp.bfloat16, sharding=every)
+    x = jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16, sharding=NamedSharding(partition.mesh, P(None, every.spec[0])))
+    compiled = jax.jit(gradient, compiler_options=compiler_options(partition, {})).lower(weights, x).compile()
+    program = hlo.parse(compiled.as_text())
+    gathered, summed = collectives(program, hlo.executions(program), dict(partition.mesh.shape))
+    chip = TARGETS[chip_name(devices[0].device_kind)]
+    assert gathered.kind == "all-gather"
+    assert summed.kind == ("reduce-scatter" if chip.sparse_cores else "all-reduce")
+    assert gathered.asynchronous is summed.asynchronous is chip.sparse_cores
+    assert gathered.rings == (2 * chip.torus if chip.sparse_cores else 0)
 
 
 @pytest.mark.long

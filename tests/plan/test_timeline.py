@@ -170,6 +170,27 @@ def test_a_loop_plays_its_body_as_often_as_it_runs():
     assert elapsed.waiting == 24 * 10
 
 
+def test_a_sparse_core_sends_from_when_it_is_given_the_operand():
+    """It is called long before, and what it runs beside the step costs the step nothing."""
+    called = (
+        "%called.1 (a: bf16[64]) -> bf16[16] {\n  %a = bf16[64]{0} parameter(0)\n"
+        "  ROOT %scatter.2 = bf16[16]{0} reduce-scatter(%a), channel_id=1, replica_groups=[2,4]<=[8], dimensions={0}, "
+        'to_apply=%add, backend_config={"color_strategies":[{"phase_rings":[{}]},{"phase_rings":[{}]}],'
+        '"estimated_cycles":"1000"}\n}, execution_thread="sparsecore"\n\n'
+    )
+    lines = [
+        '%s.call-start = ((), (), (s32[1]{0})) call-start(), async_execution_thread="sparsecore", to_apply=%called.1',
+        work("before", 5),
+        "%s.call-update = ((bf16[64]{0}), bf16[16]{0}) call-update(%s.call-start, %before)",
+        work("beside", 30),
+        "%s.call-done = bf16[16]{0} call-done(%s.call-update)",
+    ]
+    (send,), elapsed = played(program(called, *lines), seconds=40)
+    assert (send.kind, send.axes, send.rings, send.executions) == ("reduce-scatter", ("fsdp",), 2, 1)
+    assert (send.start, send.done) == ("s.call-update", "s.call-done")
+    assert elapsed == (35, 10)
+
+
 def test_between_slices_a_send_and_a_recv_are_one_collective():
     attributes = 'frontend_attributes={_xla_host_transfer_rendezvous="NAME",_xla_megascale_transfer_type="ALL_REDUCE"}'
     one, other = (attributes.replace("NAME", name) for name in ("all-reduce.1_0", "all-reduce.2_0"))
