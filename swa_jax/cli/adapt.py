@@ -118,8 +118,7 @@ class Computing(Running):
     """How the model computes: in a type that suits the device."""
 
     dtype: Annotated[
-        Dtype | None,
-        in_running(metavar="DTYPE", help="float32 or bfloat16. Default: float32 on CPUs, else bfloat16."),
+        Dtype | None, in_running(metavar="DTYPE", help="float32 or bfloat16. Default: float32 on CPUs, else bfloat16.")
     ] = None
 
 

@@ -81,7 +81,7 @@ SinkTokens = Annotated[
     int | None, in_pattern(metavar="N", help="First tokens that stay visible beside the window.", min=0)
 ]
 FullDecode = Annotated[bool | None, in_pattern(help="Answers see everything.")]
-LastTokens = Annotated[int | None, in_pattern(metavar="N", help="The prompt's last N tokens, too.", min=0)]
+LastTokens = Annotated[int | None, in_pattern(metavar="N", help="A prompt's last N tokens, too.", min=0)]
 Yarn = Annotated[
     float | None, in_pattern(help="Stretch the model's context by this factor with YaRN, for longer prompts.")
 ]
