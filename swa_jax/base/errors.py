@@ -54,6 +54,11 @@ _FULL_DISK = {
     "File too large": ("a file reaches the largest size that is allowed here", "raise it (ulimit -f unlimited)"),
 }
 
+_FULL_MEMORY = "RESOURCE_EXHAUSTED: "
+_LESS_MEMORY = (
+    "take fewer sequences at once (--batch-size or --slots, in training stages[].accumulate), a shorter length or "
+    "--dtype bfloat16, whichever the command has; docs/start-gpu.md says more"
+)
 
 _OF_A_FILE = {
     FileNotFoundError: "does not exist: name one that does",
@@ -67,7 +72,7 @@ _OF_A_FILE = {
 def sentence(error: BaseException) -> str | None:
     """What a user should read of an error that is expected; None for one that needs its traceback.
 
-    Expected are `UserError`, the kernels' `ArgumentError`, a full disk, and what the system says of a file.
+    Expected are `UserError`, the kernels' `ArgumentError`, a full disk or device, and what the system says of a file.
     """
     if isinstance(error, UserError):
         return str(error)
@@ -76,6 +81,9 @@ def sentence(error: BaseException) -> str | None:
         if file := getattr(error, "filename", None):
             state = state.replace("the disk", f"the disk of {file}").replace("a file", f"the file {file}")
         return f"{state} ({sign}): {help}, and start the same command again"
+    if isinstance(error, RuntimeError) and str(error).startswith(_FULL_MEMORY):  # JAX's
+        first = str(error).removeprefix(_FULL_MEMORY).split("\n")[0].strip(" .")
+        return f"the memory of the device does not suffice ({first}): {_LESS_MEMORY}"
     if isinstance(error, OSError) and error.filename is not None:
         what = _OF_A_FILE.get(type(error), f"cannot be read or written ({error.strerror}): name another")
         return f"{error.filename} {what}"

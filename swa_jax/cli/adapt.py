@@ -13,6 +13,7 @@ from swa_jax.base.errors import ConfigError
 from swa_jax.cli.groups import Options
 from swa_jax.cli.options import (
     Chat,
+    Dtype,
     Model,
     Seed,
     few_prompts,
@@ -81,7 +82,7 @@ class Searched(Options):
     window: Annotated[
         str | None,
         in_search(
-            metavar="N,N", help="Windows to try, such as 512,1024. Default: 1/32, 1/16, 1/8 and 1/4 of --length."
+            metavar="N,N", help="Windows to try, such as 512,1024. Default: its own, and 1/32 to 1/4 of --length."
         ),
     ] = None
     unit: Annotated[
@@ -113,6 +114,15 @@ class Tuned(Options):
 
 
 @dataclasses.dataclass
+class Computing(Running):
+    """How the model computes: in a type that suits the device."""
+
+    dtype: Annotated[
+        Dtype | None, in_running(metavar="DTYPE", help="float32 or bfloat16. Default: float32 on CPUs, else bfloat16.")
+    ] = None
+
+
+@dataclasses.dataclass
 class Serving(Counted):
     """Where the result is to run, and what it may take there."""
 
@@ -134,7 +144,7 @@ def adapt(
     ] = False,
     as_json: Annotated[bool, in_running("--json", help="With --plan: print JSON.")] = False,
     *,
-    running: Running,
+    running: Computing,
 ) -> None:
     """Turn a model into one whose long context costs less: search, measure, export, and write a report.
 

@@ -72,7 +72,7 @@ def _list_servers(server: str | None) -> str | None:
 
 Model = Annotated[
     Path,
-    Argument(help="A checkpoint, Hugging Face or PEFT folder, a GGUF file, the id of a Hub model, chains or recall."),
+    Argument(help="A checkpoint, Hugging Face or PEFT folder, a GGUF file, a cached Hub model's id, chains or recall."),
 ]
 WindowSize = Annotated[
     int | None, in_pattern(metavar="N", help="Keys that a windowed query sees, its own included.", min=1)
@@ -81,7 +81,7 @@ SinkTokens = Annotated[
     int | None, in_pattern(metavar="N", help="First tokens that stay visible beside the window.", min=0)
 ]
 FullDecode = Annotated[bool | None, in_pattern(help="Answers see everything.")]
-LastTokens = Annotated[int | None, in_pattern(metavar="N", help="So do the last N of a prompt.", min=0)]
+LastTokens = Annotated[int | None, in_pattern(metavar="N", help="A prompt's last N tokens, too.", min=0)]
 Yarn = Annotated[
     float | None, in_pattern(help="Stretch the model's context by this factor with YaRN, for longer prompts.")
 ]
@@ -108,7 +108,7 @@ ServeLength = Annotated[
     int | None, in_serving(metavar="N", help="Tokens of the sequence that is counted. Default: --length.", min=1)
 ]
 BatchedTokens = Annotated[int | None, in_serving(metavar="N", help="Prompt tokens computed at once.", min=1)]
-Device = Annotated[str | None, in_serving(metavar="NAME", help="Its device, such as l4 or v5e.")]
+Device = Annotated[str | None, in_serving(metavar="NAME", help="What it runs on, such as l4.")]
 Mesh = Annotated[
     str | None, in_running(help="Spread weights and sequences over the devices, such as data=2,fsdp=4 or tensor=8.")
 ]

@@ -85,6 +85,11 @@ def raised(call) -> BaseException:
          "the same command again"),
         (OSError(errno.EFBIG, "File too large"), "a file reaches the largest size that is allowed here "
          "(File too large): raise it (ulimit -f unlimited), and start the same command again"),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9.96GiB.\nA dump"),
+         "the memory of the device does not suffice (Out of memory while trying to allocate 9.96GiB): take fewer "
+         "sequences at once (--batch-size or --slots, in training stages[].accumulate), a shorter length or --dtype "
+         "bfloat16, whichever the command has; docs/start-gpu.md says more"),
+        (jax.errors.JaxRuntimeError("INTERNAL: ours"), None),
         (ValueError("an internal contract"), None),
         (FloatingPointError("divide by zero encountered in divide"), None),
         (FileNotFoundError("without a file name"), None),

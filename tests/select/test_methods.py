@@ -200,10 +200,10 @@ def advice() -> str:
     for table in page.split(header)[1:]:
         rows = (line.strip("| ").split(" | ") for line in table.split("\n\n")[0].splitlines()[2:])
         found.append({name.strip("`"): [cell.split(" %")[0] for cell in cells] for name, *cells in rows})
-    lines = ["| method | chooses | chains | SmolLM2 | Gemma 3 | costs |", "|---|---|---|---|---|---|"]
+    lines = ["| method | chooses | chains | SmolLM2 | Gemma 3 |", "|---|---|---|---|---|"]
     for name in found[0]:
         cells = [", ".join(model[name]) if name in model else "" for model in found]
-        lines.append(f"| `{name}` | {METHODS[name].chooses} | {' | '.join(cells)} | {METHODS[name].costs} |")
+        lines.append(f"| `{name}` | {METHODS[name].chooses} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
