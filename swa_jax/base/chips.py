@@ -55,9 +55,9 @@ class Target:
     # Whether collectives run on SparseCores, beside the rest. Otherwise a sum over all devices of a slice is never
     # scattered: the compiler sums it on each of them, which sends twice as much.
     sparse_cores: bool
-    # Of the time in which weights are exchanged over a part of the slice, where every layer is compiled by itself: what
-    # is not hidden behind the layer before (SWAT 760M in docs/plans). Over the whole slice nothing is hidden.
-    shown_share: float = 1.0
+    # Of the time in which weights are exchanged, where every layer is compiled by itself: what is not hidden behind
+    # other work (the plans in docs/plans). Without SparseCores nothing is hidden of an exchange over the whole slice.
+    shown_share: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,26 +75,26 @@ CHIPS = {
     "v5e": Chip(
         ("TPU v5 lite", "TPU v5e"),
         197e12,
-        Target("v5e:2x2", 1, 1.5, 15.75, 50e9, 3.125e9, 819e9, 2, (0.77, 0.85), 0.85, False, shown_share=0.4),
+        Target("v5e:2x2", 1, 1.5, 15.75, 50e9, 3.125e9, 819e9, 2, (0.77, 0.85), 0.85, False, 0.4),
         Cloud("v5e", 2, "tpu-v5-lite-podslice", "v5litepod", 1, "v2-alpha-tpuv5-lite", single=8),
     ),
     "v5p": Chip(
         ("TPU v5", "TPU v5p"),
         459e12,
-        Target("v5p:2x2x1", 2, 1.75, 95.73, 100e9, 6.25e9, 2765e9, 3, (0.77, 0.85), 0.97, True),
+        Target("v5p:2x2x1", 2, 1.75, 95.73, 100e9, 6.25e9, 2765e9, 3, (0.77, 0.85), 0.97, True, 0.2),
         Cloud("v5p", 3, "tpu-v5p-slice", "v5p", 2, "v2-alpha-tpuv5"),
     ),
     "v6e": Chip(
         ("TPU v6 lite", "TPU v6e"),
         918e12,
-        Target("v6e:2x2", 1, 1.75, 31.24, 100e9, 12.5e9, 1640e9, 2, (0.32, 0.5), 0.74, True),
+        Target("v6e:2x2", 1, 1.75, 31.24, 100e9, 12.5e9, 1640e9, 2, (0.32, 0.5), 0.74, True, 0.2),
         Cloud("v6e", 2, "tpu-v6e-slice", "v6e", 1, "v2-alpha-tpuv6e", single=8),
     ),
     # A JAX device is one of the chip's two cores. Not the nominal clock: the one at which published timings are met.
     "v7x": Chip(
         ("TPU7x",),
         1153.5e12,
-        Target("tpu7x:2x2x1", 1, 1.88, 94.74, 100e9, 6.25e9, 3690e9, 3, (0.32, 0.5), 0.74, True),
+        Target("tpu7x:2x2x1", 1, 1.88, 94.74, 100e9, 6.25e9, 3690e9, 3, (0.32, 0.5), 0.74, True, 0.2),
         Cloud("tpu7x", 3, "tpu7x", None, 2, None),
     ),
     "a100": Chip(("NVIDIA A100",), 312e12),

@@ -361,9 +361,10 @@ def _exchange_of_weights(work: Workload, share: _Share) -> float:
     trained, slices = p * share.trained * group, work.config.mesh.slices
     # Without SparseCores, parts of whole tiles of a register alone are scattered; all else is summed on every chip.
     in_tiles = work.model.hidden_size // group % (TILE_BYTES // p) == 0
-    scatters = work.chip.sparse_cores or (in_tiles and group < work.devices // slices)
+    beside = work.chip.sparse_cores or group < work.devices // slices
+    scatters = work.chip.sparse_cores or (in_tiles and beside)
     seconds += _ring(work, trained, group, (1 if scatters else 2) * pieces)
-    if group < work.devices // slices and not share.settings.scan_layers:
+    if beside and not share.settings.scan_layers:
         seconds *= work.chip.shown_share
     seconds += _ring(work, p * share.trained, share.settings.data, 2 * pieces)
     if slices > 1:
