@@ -51,6 +51,7 @@ class Piece(NamedTuple):
     prompt: int  # its number
     tokens: list[int]
     ended: bool  # these were the last
+    end: int | None = None  # the stop token behind them
 
 
 @dataclasses.dataclass
@@ -268,7 +269,7 @@ class Engine:
             until_one_ends=jnp.bool_(until_one_ends),
         )
         firsts = {number: slot.first for number, slot in ready}
-        drawn, active, firsts = jax.device_get((new, self._sequences.active, firsts))
+        drawn, now, firsts = jax.device_get((new, self._sequences, firsts))
         for number, slot in ready:
             if self._slots.get(number) is not slot:  # the consumer has stopped it in the meantime
                 continue
@@ -276,10 +277,12 @@ class Engine:
             tokens = [int(token) for token in columns if token != NOTHING]
             slot.first = None
             slot.tokens += tokens
-            if not active[number]:
+            ended = not now.active[number]
+            if ended:
                 self._release(number, slot)
-            if tokens or not active[number]:
-                yield Piece(slot.prompt, tokens, not active[number])
+            if tokens or ended:
+                end = int(now.token[number]) if ended and now.drawn[number] < now.limits[number] else None
+                yield Piece(slot.prompt, tokens, ended, end)
 
     def _release(self, number: int, slot: _Slot) -> None:
         """Make room for the next prompt."""
