@@ -47,6 +47,13 @@ def test_what_may_be_a_stop_string_is_held_back(tokenizer):
     assert not reply.stopped
 
 
+def test_a_special_token_may_be_a_stop_string(tokenizer):
+    """It is no part of the text, as of chat models whose files do not name the end of a turn."""
+    reply = ReplyText(tokenizer, ["STOP", "<eos>"])
+    assert reply.push(tokenizer.encode("one<eos>two")) == "one"
+    assert (reply.close(), reply.stopped, reply.tokens[3:]) == ("", True, [tokenizer.eos_id])
+
+
 def test_random_cuts_give_one_text(tokenizer):
     rng = np.random.default_rng(0)
     for _ in range(50):
