@@ -264,7 +264,7 @@ def test_prompts_from_a_file(tmp_path):
         Prompt(None, messages, {"messages": messages}),
     ]
     plain = tmp_path / "prompts.txt"
-    plain.write_text('"one"\ntwo \n')
+    plain.write_bytes(b'\xef\xbb\xbf"one"\r\ntwo \n')  # as Windows writes texts
     assert read_prompts(plain) == [Prompt('"one"', None), Prompt("two ", None)]
     for line in ("{}", "[1]", '{"prompt": 3}', '{"prompt": "a", "messages": [1]}', '{"messages": []}'):
         file.write_text('"fine"\n' + line + "\n")
