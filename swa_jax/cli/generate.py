@@ -26,6 +26,7 @@ from swa_jax.cli.generate_options import (
     TopK,
     TopP,
     WithTemplate,
+    sampling_options,
 )
 from swa_jax.cli.options import (
     ComputeDtype,
@@ -90,15 +91,11 @@ def generate(
     from swa_jax.data.chat import prompt_tokens
     from swa_jax.data.prompt_file import ReplyFile
     from swa_jax.data.reply_text import check_stop
-    from swa_jax.model.generate import check_generation, sampling
+    from swa_jax.model.generate import check_generation
 
     texts = _prompts(prompt, prompts)
-    if samples > 1 and temperature == 0:
-        raise ConfigError(
-            f"-n {samples} needs a --temperature above 0: without it, replies to one prompt are all alike"
-        )
     check_output("--out", out)
-    drawn = sampling(temperature, top_k, top_p)
+    drawn = sampling_options(temperature, top_k, top_p, samples)
     partition = parse_mesh(mesh)
     check_stop(stop or ())
     folder = find_model(model)
