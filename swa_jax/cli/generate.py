@@ -158,7 +158,9 @@ def write_replies(
     limit = stream["max_new_tokens"]
     for group in by_rope_length(decoder, prompts, limit):
         longest = max(len(prompts[i]) for i in group)
-        worker = Engine(decoder, max_length=longest + limit, **engine)
+        # A sequence is remembered for others, of which there may be none.
+        prefixes = min(engine["prefixes"], len(group) - 1)
+        worker = Engine(decoder, max_length=longest + limit, **engine | {"prefixes": prefixes})
         texts: dict[int, ReplyText] = {i: ReplyText(tokenizer, stop) for i in group}
         done = [n for n, i in enumerate(group) if i in skip]
         pieces = worker.stream([prompts[i] for i in group], stop_tokens=tokenizer.end_ids, skip=done, **stream)

@@ -192,6 +192,7 @@ def test_prompts_that_share_no_cache_are_not_in_memory_together(checkpoint, tmp_
 
     def alone(engine, *arguments, **options):
         assert all(other() is None for other in begun)
+        assert options["prefixes"] == 0  # there is no other prompt that could begin like this one
         begun.append(weakref.ref(engine))
         begin(engine, *arguments, **options)
 
