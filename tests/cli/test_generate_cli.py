@@ -197,7 +197,7 @@ def test_prompts_that_share_no_cache_are_not_in_memory_together(checkpoint, tmp_
         begin(engine, *arguments, **options)
 
     monkeypatch.setattr(Engine, "__init__", alone)
-    monkeypatch.setattr("swa_jax.model.generate.by_rope_length", lambda *_: [[0], [1]])
+    monkeypatch.setattr("swa_jax.evaluate.replies.by_rope_length", lambda *_: [[0], [1]])
     (tmp_path / "prompts.txt").write_text("one\ntwo\n")
     run("generate", checkpoint, "--prompts", tmp_path / "prompts.txt", "--max-new-tokens", 6)
     assert len(begun) == 2
