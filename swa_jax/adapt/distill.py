@@ -96,7 +96,7 @@ class Reply(NamedTuple):
 
     sample: Sample
     tokens: list[int]  # without an end token
-    ended: bool  # by an end token, not by the limit
+    end: int | None  # the end token that was drawn; None: the limit ended it
 
 
 def draw(
@@ -138,8 +138,8 @@ def draw(
         ):
             tokens[piece.prompt] += piece.tokens
             if piece.ended:
-                reply = tokens.pop(piece.prompt)
-                yield Reply(wanted[piece.prompt], reply, len(reply) < limit)
+                yield Reply(wanted[piece.prompt], tokens.pop(piece.prompt), piece.end)
+        del worker  # its caches, before the next group's
 
 
 def distill(
@@ -162,18 +162,18 @@ def distill(
       where: what the file of prompts is called in sentences.
     """
     stream = draw(model, samples, drawing, tokenizer.end_ids, file.replies, partition=partition, **engine)
-    for sample, tokens, ended in stream:
+    for sample, tokens, end in stream:
         line: dict[str, Any] = {
             "prompt": sample.prompt,
             "sample": sample.number,
             "text": tokenizer.decode(tokens),
             "tokens": len(tokens),
-            "ended_by": "end" if ended else "length",
+            "ended_by": "length" if end is None else "end",
         }
-        reply = [*tokens, tokenizer.eos_id] if ended and tokenizer.eos_id is not None else tokens
+        reply = tokens if end is None else [*tokens, end]
         line["kept"] = (
             len(reply) > 0
-            and (ended or drawing.keep_cut)
+            and (end is not None or drawing.keep_cut)
             and keep(
                 records[sample.prompt],
                 line | {"prompt_text": tokenizer.decode(sample.tokens)},

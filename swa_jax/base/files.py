@@ -65,9 +65,9 @@ def write_lines(file: str | Path, values: Iterable[Any]) -> None:
 
 
 def read_utf8(file: Path) -> str:
-    """The text of a file. Raises `ConfigError` where it is not UTF-8."""
+    """The text of a file, without the mark that Windows puts before it. Raises `ConfigError` if it is not UTF-8."""
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file} is not UTF-8: {error.reason} (byte {error.start + 1})") from None
 

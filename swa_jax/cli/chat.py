@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from swa_jax.base.errors import ConfigError
-from swa_jax.cli.generate_options import Chunk, MaxNewTokens, Pattern, Temperature, Thinking, TopK, TopP
+from swa_jax.cli.generate_options import (
+    Chunk,
+    MaxNewTokens,
+    Pattern,
+    Temperature,
+    Thinking,
+    TopK,
+    TopP,
+    sampling_options,
+)
 from swa_jax.cli.options import (
     ComputeDtype,
     Model,
@@ -56,9 +65,8 @@ def chat(
     from swa_jax.checkpoint.folder import load_model
     from swa_jax.data.chat import chat_tokens, load_chat_template, thinking_options
     from swa_jax.model.engine import Engine
-    from swa_jax.model.generate import sampling
 
-    drawn = sampling(temperature, top_k, top_p)
+    drawn = sampling_options(temperature, top_k, top_p)
     folder = find_model(model)
     opened, tokenizer = open_model(folder, yarn)
     template = load_chat_template(folder)

@@ -18,6 +18,7 @@ from swa_jax.cli.generate_options import (
     TopK,
     TopP,
     WithTemplate,
+    sampling_options,
 )
 from swa_jax.cli.options import (
     ComputeDtype,
@@ -85,13 +86,12 @@ def distill(
     from swa_jax.checkpoint.folder import load_model, weights_sum
     from swa_jax.data.chat import prompt_tokens
     from swa_jax.data.prompt_file import ReplyFile, read_prompts
-    from swa_jax.model.generate import sampling
     from swa_jax.report.progress import counted
 
     check_output("--out", out)
     part = parse_share(share)
     chosen = find_filter(keep, answer_field)
-    sampling(temperature, top_k, top_p)
+    sampling_options(temperature, top_k, top_p, samples)
     drawing = Drawing(samples, max_new_tokens, temperature, top_k, top_p, seed, top_logprobs, keep_cut)
     texts = read_prompts(prompts)
     records = [prompt.record or {} for prompt in texts]

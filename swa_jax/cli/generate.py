@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -26,6 +26,7 @@ from swa_jax.cli.generate_options import (
     TopK,
     TopP,
     WithTemplate,
+    sampling_options,
 )
 from swa_jax.cli.options import (
     ComputeDtype,
@@ -46,19 +47,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from swa_jax.data.prompt_file import Prompt, ReplyFile
-    from swa_jax.data.reply_text import ReplyText
-    from swa_jax.data.tokenizer import Tokenizer
-    from swa_jax.model.decoder import Decoder
-
-
-class PartialReply(NamedTuple):
-    """What has come of one reply."""
-
-    number: int
-    new_text: str
-    text: str
-    tokens: int  # with those of the stop string, none behind it
-    ended_by: str | None  # "end": an end token, "stop": a stop string, "length": `max_new_tokens`
+    from swa_jax.evaluate.replies import PartialReply
 
 
 def generate(
@@ -90,15 +79,12 @@ def generate(
     from swa_jax.data.chat import prompt_tokens
     from swa_jax.data.prompt_file import ReplyFile
     from swa_jax.data.reply_text import check_stop
-    from swa_jax.model.generate import check_generation, sampling
+    from swa_jax.evaluate.replies import write_replies
+    from swa_jax.model.generate import check_generation
 
     texts = _prompts(prompt, prompts)
-    if samples > 1 and temperature == 0:
-        raise ConfigError(
-            f"-n {samples} needs a --temperature above 0: without it, replies to one prompt are all alike"
-        )
     check_output("--out", out)
-    drawn = sampling(temperature, top_k, top_p)
+    drawn = sampling_options(temperature, top_k, top_p, samples)
     partition = parse_mesh(mesh)
     check_stop(stop or ())
     folder = find_model(model)
@@ -141,43 +127,6 @@ def generate(
         typer.echo()
     else:
         _print_in_order(replies())
-
-
-def write_replies(
-    decoder: Decoder,
-    tokenizer: Tokenizer,
-    prompts: Sequence[Sequence[int]],
-    stop: Sequence[str],
-    skip: Sequence[int] = (),
-    *,
-    engine: dict[str, Any],
-    stream: dict[str, Any],
-) -> Iterator[PartialReply]:
-    """Replies to the prompts that are not in `skip`, as they come; `engine` and `stream` are options of `Engine`."""
-    from swa_jax.data.reply_text import ReplyText
-    from swa_jax.model.engine import Engine
-    from swa_jax.model.generate import by_rope_length
-
-    limit = stream["max_new_tokens"]
-    for group in by_rope_length(decoder, prompts, limit):
-        longest = max(len(prompts[i]) for i in group)
-        worker = Engine(decoder, max_length=longest + limit, **engine)
-        texts: dict[int, ReplyText] = {i: ReplyText(tokenizer, stop) for i in group}
-        done = [n for n, i in enumerate(group) if i in skip]
-        pieces = worker.stream([prompts[i] for i in group], stop_tokens=tokenizer.end_ids, skip=done, **stream)
-        for piece in pieces:
-            number = group[piece.prompt]
-            text = texts[number]
-            new = text.push(piece.tokens)
-            ended_by = None
-            if text.stopped:
-                worker.stop(piece.prompt)
-                ended_by = "stop"
-            elif piece.ended:
-                new += text.close()
-                ended_by = "stop" if text.stopped else "length" if len(text.tokens) == limit else "end"
-            yield PartialReply(number, new, text.text, len(text.tokens), ended_by)
-        del worker, pieces  # their caches, before the next group's
 
 
 def _write_file(file: ReplyFile, samples: int, count: int, replies: Any) -> None:

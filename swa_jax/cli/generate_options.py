@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, CallbackParam
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.cli.options import in_chat, in_output, in_pattern, in_prompts, in_running, panel
+
+if TYPE_CHECKING:
+    from swa_jax.model.generate import Sampling
 
 in_sampling = panel("Sampling")
 
@@ -48,3 +51,19 @@ ReplyPath = Annotated[
 ]
 Slots = Annotated[int, in_running(help="Replies generated at once.", min=1)]
 Prefixes = Annotated[int, in_running(help="Prompts whose caches are remembered for others that begin alike.", min=0)]
+
+
+def sampling_options(temperature: float, top_k: int | None, top_p: float | None, samples: int = 1) -> Sampling:
+    """How tokens are drawn. Raises `ConfigError` where an option would change nothing."""
+    from swa_jax.model.generate import sampling
+
+    if temperature == 0 and samples > 1:
+        raise ConfigError(
+            f"-n {samples} needs a --temperature above 0: without it, replies to one prompt are all alike"
+        )
+    for option, value in (("--top-k", top_k), ("--top-p", None if top_p == 1 else top_p)):
+        if temperature == 0 and value is not None:
+            raise ConfigError(
+                f"{option} {value} needs a --temperature above 0: without it, the likeliest token is taken"
+            )
+    return sampling(temperature, top_k, top_p)

@@ -41,6 +41,9 @@ class ReplyText:
         self.text = ""  # what has been returned
         self.stopped = False  # a stop string has come
         self._tokenizer, self._stop = tokenizer, tuple(stop)
+        # A special token has no text of its own in a reply, so that none would be found there.
+        named = (tokenizer.backend.token_to_id(one) for one in stop)
+        self._stop_tokens = {token for token in named if token is not None and not tokenizer.decode([token])}
         self._stream = DecodeStream(skip_special_tokens=True)
         self.tokens: list[int] = []  # up to the stop string's last
         self._held = ""
@@ -53,6 +56,7 @@ class ReplyText:
             self.tokens.append(token)
             self._held += self._stream.step(self._tokenizer.backend, token) or ""
             self._cut()
+            self.stopped |= token in self._stop_tokens
         open_end = 0 if self.stopped else max(map(self._open_end, self._stop), default=0)
         return self._show(len(self._held) - open_end)
 

@@ -1,6 +1,6 @@
 """lm-evaluation-harness on a model under any pattern: its `LM` class (extra `[eval]`, lm-eval 0.4.11 or newer).
 
-Log-likelihoods come from `score_answers` and texts from `generate`, so the harness's numbers are those of the library.
+Log-likelihoods come from `score_answers` and texts from `Engine`, so the harness's numbers are those of the library.
 Nothing is cut: a request that does not fit the context is an error that says how long it is.
 """
 
@@ -17,8 +17,9 @@ from swa_jax.base.estimates import interval_of_score
 from swa_jax.data.tokenizer import Tokenizer
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import score_answers
+from swa_jax.evaluate.replies import write_replies
 from swa_jax.model.decoder import Decoder
-from swa_jax.model.generate import generate
+from swa_jax.model.generate import sampling
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
 
@@ -90,21 +91,26 @@ class HarnessModel(LM):  # type: ignore[misc,unused-ignore]
     def generate_until(self, requests: Sequence[HarnessRequest], **_: Any) -> list[str]:
         """The text generated after each context, up to the first of its `until` strings or an end token."""
         texts = [""] * len(requests)
-        groups: dict[tuple[tuple[str, Any], ...], list[int]] = {}
+        prompts = [self._context(request.args[0]) for request in requests]
+        groups: dict[Any, list[int]] = {}
         for number, request in enumerate(requests):
-            groups.setdefault(_sampling(request.args[1]), []).append(number)
-        stop = self.tokenizer.end_ids
-        for options, numbers in groups.items():
-            prompts = {n: self._context(requests[n].args[0]) for n in numbers}
-            new = dict(options)["max_new_tokens"]
-            for prompt in prompts.values():
-                self._check(len(prompt) + new, f"a prompt with max_gen_toks = {new}")
-            numbers.sort(key=lambda n: len(prompts[n]))
-            for start in range(0, len(numbers), self.batch_size):
-                some = numbers[start : start + self.batch_size]
-                rows = generate(self.model, [prompts[n] for n in some], stop_tokens=stop, **dict(options))
-                for n, row in zip(some, rows, strict=True):
-                    texts[n] = cut_at(self.tokenizer.decode(row), _until(requests[n].args[1]))
+            settings, until = _sampling(request.args[1]), _until(request.args[1])
+            new = dict(settings)["max_new_tokens"]
+            self._check(len(prompts[number]) + new, f"a prompt with max_gen_toks = {new}")
+            groups.setdefault((settings, until), []).append(number)
+        for (settings, until), numbers in groups.items():
+            options = dict(settings)
+            new = options.pop("max_new_tokens")
+            replies = write_replies(
+                self.model,
+                self.tokenizer,
+                [prompts[n] for n in numbers],
+                until,
+                engine={"slots": min(self.batch_size, len(numbers)), "prefixes": self.batch_size},
+                stream={"max_new_tokens": new, "sampling": sampling(**options)},
+            )
+            for reply in replies:
+                texts[numbers[reply.number]] = reply.text
         return texts
 
     def apply_chat_template(self, chat_history: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> str:
@@ -174,15 +180,9 @@ def rolling_windows(tokens: Sequence[int], prefix: int, max_length: int) -> list
     return pieces
 
 
-def cut_at(text: str, until: Sequence[str]) -> str:
-    """The text before the first of the strings."""
-    ends = [text.index(stop) for stop in until if stop and stop in text]
-    return text[: min(ends)] if ends else text
-
-
-def _until(options: Mapping[str, Any]) -> list[str]:
+def _until(options: Mapping[str, Any]) -> tuple[str, ...]:
     until = options.get("until") or []
-    return [until] if isinstance(until, str) else list(until)
+    return tuple(filter(None, [until] if isinstance(until, str) else until))
 
 
 def _sampling(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

@@ -38,7 +38,7 @@ from swa_jax.model.generate import (
     round_up,
     sequence_keys,
 )
-from swa_jax.model.memory import check_fits
+from swa_jax.model.memory import check_fits, has_room
 from swa_jax.model.prefixes import Parts, Prefix, PrefixStore, restored, rings_of, whole_of
 from swa_jax.model.sharding import Partition
 
@@ -51,6 +51,7 @@ class Piece(NamedTuple):
     prompt: int  # its number
     tokens: list[int]
     ended: bool  # these were the last
+    end: int | None = None  # the stop token behind them
 
 
 @dataclasses.dataclass
@@ -81,7 +82,7 @@ class Engine:
       max_length: tokens that a slot holds, prompt and reply together.
       chunk: prompt tokens that are computed at once.
       prefixes: prompts and replies whose caches are remembered, so that a later prompt that begins alike continues
-        from there. 0 remembers none.
+        from there, as far as memory is free. 0 remembers none.
       steps: tokens that are decoded between two looks at the results.
       partition: the mesh on which the model's parameters lie; the caches are split by KV heads and by slots.
 
@@ -115,9 +116,10 @@ class Engine:
             if slots % (pieces := partition.size("batch")):
                 raise ConfigError(f"slots must be a multiple of {pieces}, into which the mesh splits them, got {slots}")
         itemsize = model.embedding[...].dtype.itemsize
-        size = cache_bytes(model.config, model.pattern, slots, self.max_length, itemsize)
+        one = cache_bytes(model.config, model.pattern, 1, self.max_length, itemsize)
+        self._slot_bytes = one / (1 if partition is None else partition.mesh.size)
         check_fits(
-            size / (1 if partition is None else partition.mesh.size),
+            slots * self._slot_bytes,
             f"caches of {slots} sequences with room for {self.max_length} tokens",
             "take fewer slots, or shorter sequences",
         )
@@ -187,18 +189,19 @@ class Engine:
         self._slots = {}  # an earlier stream may not have been read to its end
         self._sequences = dataclasses.replace(self._sequences, active=jnp.zeros(self.num_slots, bool))
         while waiting or self._slots:
-            for number in range(self.num_slots):
-                if waiting and number not in self._slots:
-                    prompt = waiting.popleft()
-                    self._slots[number] = self._begin(number, prompt, list(prompts[prompt]))
-            filling = [number for number, slot in self._slots.items() if not slot.is_filled]
-            if filling:
-                self._fill(min(filling, key=lambda number: self._slots[number].prompt))
+            free = [number for number in range(self.num_slots) if number not in self._slots]
+            # One prompt after another, for the next may begin like this one.
+            while waiting and free and all(slot.is_filled for slot in self._slots.values()):
+                number, prompt = free.pop(0), waiting.popleft()
+                self._slots[number] = self._begin(number, prompt, list(prompts[prompt]))
+            for number, slot in self._slots.items():
+                if not slot.is_filled:
+                    self._fill(number)
             for number, slot in self._slots.items():
                 if slot.is_filled and slot.first is None and len(slot.tokens) == slot.prompt_length:
                     self._draw_first(number, slot, keys[slot.prompt], max_new_tokens, drawing)
             # While prompts come in, every slot that decodes gets a token for each chunk.
-            yield from self._decode(1 if len(filling) > 1 else self.steps, drawing, bool(waiting))
+            yield from self._decode(1 if waiting and free else self.steps, drawing, bool(waiting))
 
     def _begin(self, number: int, prompt: int, tokens: list[int]) -> _Slot:
         """A prompt into a slot, with what is remembered of it."""
@@ -239,6 +242,9 @@ class Engine:
 
     def _remember(self, number: int, slot: _Slot, length: int) -> None:
         """Keep the caches of a slot's first `length` tokens for prompts to come."""
+        while self._prefixes.size and not has_room(2 * self._slot_bytes):  # as much is left for what is computed
+            if not self._prefixes.forget():
+                return
         if self._prefixes.size:
             rounded = min(round_up(length), self.max_length)
             whole = whole_of(self._cache, jnp.int32(number), length=rounded)
@@ -263,7 +269,7 @@ class Engine:
             until_one_ends=jnp.bool_(until_one_ends),
         )
         firsts = {number: slot.first for number, slot in ready}
-        drawn, active, firsts = jax.device_get((new, self._sequences.active, firsts))
+        drawn, now, firsts = jax.device_get((new, self._sequences, firsts))
         for number, slot in ready:
             if self._slots.get(number) is not slot:  # the consumer has stopped it in the meantime
                 continue
@@ -271,10 +277,12 @@ class Engine:
             tokens = [int(token) for token in columns if token != NOTHING]
             slot.first = None
             slot.tokens += tokens
-            if not active[number]:
+            ended = not now.active[number]
+            if ended:
                 self._release(number, slot)
-            if tokens or not active[number]:
-                yield Piece(slot.prompt, tokens, not active[number])
+            if tokens or ended:
+                end = int(now.token[number]) if ended and now.drawn[number] < now.limits[number] else None
+                yield Piece(slot.prompt, tokens, ended, end)
 
     def _release(self, number: int, slot: _Slot) -> None:
         """Make room for the next prompt."""

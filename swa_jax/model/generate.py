@@ -128,7 +128,7 @@ class DrawRules(NamedTuple):
 class Sequences:
     """A batch in the middle of generation."""
 
-    token: jax.Array  # [B] int32: the newest, not yet in the cache
+    token: jax.Array  # [B] int32: the newest, not yet in the cache; the stop token that ended a sequence
     drawn: jax.Array  # [B] int32: new tokens so far
     active: jax.Array  # [B] bool: a sequence that has ended, or has not begun, leaves its cache as it is
     keys: jax.Array  # [B] uint32: what tells one sequence's samples from another's
@@ -331,7 +331,8 @@ def draw(sequences: Sequences, logits: jax.Array, drawing: DrawRules) -> tuple[j
     token = sample(logits, jax.vmap(jax.random.fold_in)(keys, sequences.drawn), drawing.sampling)
     continues = sequences.active & ~jnp.isin(token, drawing.stop_tokens)
     drawn = sequences.drawn + continues
-    others = dataclasses.replace(sequences, token=token, drawn=drawn, active=continues & (drawn < sequences.limits))
+    newest = jnp.where(sequences.active, token, sequences.token)
+    others = dataclasses.replace(sequences, token=newest, drawn=drawn, active=continues & (drawn < sequences.limits))
     return jnp.where(continues, token, NOTHING), others
 
 

@@ -8,6 +8,8 @@ import jax
 
 from swa_jax.base.errors import ConfigError
 
+FEW = 2**28  # bytes
+
 
 def free_memory() -> float:
     """Bytes that are free on the first local device, or in this machine where the device says nothing of it."""
@@ -20,7 +22,13 @@ def free_memory() -> float:
         return float("inf")
 
 
+def has_room(size: float) -> bool:
+    """Whether `size` bytes are free; of few it is taken for granted."""
+    return size <= FEW or size <= free_memory()
+
+
 def check_fits(size: float, what: str, remedy: str) -> None:
     """Raises `ConfigError` where `size` bytes for `what` (a plural) are more than are free."""
-    if size > 2**28 and size > (free := free_memory()):
-        raise ConfigError(f"{what} take {size / 2**30:,.1f} GiB, and {free / 2**30:.1f} GiB are free: {remedy}")
+    if not has_room(size):
+        free = free_memory() / 2**30
+        raise ConfigError(f"{what} take {size / 2**30:,.1f} GiB, and {free:.1f} GiB are free: {remedy}")

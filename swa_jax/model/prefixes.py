@@ -67,6 +67,12 @@ class PrefixStore:
             best.prefix.rings = {used: rings[used]} | rings if used in rings else rings
         return best
 
+    def forget(self) -> bool:
+        """Drop the sequence that lay unused for longest; False where there is none."""
+        found = bool(self._prefixes)
+        del self._prefixes[:1]
+        return found
+
     def add(self, prefix: Prefix) -> None:
         """Remember a sequence. What is known of its beginnings goes over to it, and beginnings alone are forgotten."""
         for other in self._prefixes[::-1]:

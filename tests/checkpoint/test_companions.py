@@ -36,6 +36,17 @@ def test_an_import_says_what_starts_a_text_and_what_ends_a_reply(source):
     assert check_source(source).notes[0].endswith("replies end with '</s>' (id 2)")
 
 
+def test_an_import_says_which_settings_of_generation_replies_do_not_take(source):
+    """As of Qwen2.5, whose greedy replies in transformers have a penalty, too."""
+    settings = {"top_k": 20, "top_p": 1.0, "temperature": 0.7, "repetition_penalty": 1.05}
+    change_json(source / "generation_config.json", do_sample=True, **settings)
+    said = "generation_config.json asks for temperature = 0.7, top_k = 20: repeat that as options, else "
+    penalty = "generation_config.json asks for repetition_penalty = 1.05, which is not applied here"
+    assert check_source(source).notes[1:3] == [said + "replies take the likeliest tokens", penalty]
+    change_json(source / "generation_config.json", do_sample=False)
+    assert penalty == check_source(source).notes[1]
+
+
 @pytest.mark.parametrize(
     ("text", "special", "said"),
     [

@@ -5,7 +5,7 @@ import pytest
 from command_line import fails, run
 from exported_patterns import patterns
 from gguf_files import FIXED, write_byte_level, write_gguf, write_sentencepiece
-from golden_models import GOLDEN, MODELS, contents, hf_of, tensors_of, write_folder
+from golden_models import GOLDEN, MODELS, change_json, contents, hf_of, tensors_of, write_folder
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.families import hf_pattern, model_config
@@ -142,6 +142,11 @@ def test_pieces_come_back_in_their_order(tmp_path):
     assert keys["tokenizer.ggml.tokens"][:count] == source["tokenizer.ggml.tokens"]
     assert keys["tokenizer.ggml.model"] == "llama"
     assert keys["tokenizer.ggml.add_space_prefix"]
+    # A file has one chat template; Cohere's models have several, with names.
+    templates = [{"name": "rag", "template": "no"}, {"name": "default", "template": "{{ messages }}"}]
+    change_json(folder / "tokenizer_config.json", chat_template=templates)
+    found = tokenizer_keys(read_companions(folder), folder, 300)
+    assert found["tokenizer.chat_template"] == "{{ messages }}"
 
 
 def test_a_tokenizer_that_llama_cpp_lacks_is_refused_before_anything_is_written(tmp_path):

@@ -86,7 +86,10 @@ def test_what_is_refused_is_refused_before_weights_are_read(checkpoint, talking,
         ((*hi, "--stop", ""), "a stop string is empty"),
         ((*hi, "--top-p", 0), "--top-p must be above 0 and at most 1, got 0"),
         ((*hi, "--pattern", "windows"), "windows"),
-        ((*hi, "-n", 2), "--temperature"),
+        ((*hi, "-n", 2), "-n 2 needs a --temperature above 0"),
+        ((*hi, "--top-k", 5), "--top-k 5 needs a --temperature above 0"),
+        (("chat", talking, "--top-p", 0.9), "--top-p 0.9 needs a --temperature above 0"),
+        (("distill", talking, "--prompts", file, "--out", tmp_path / "d", "--temperature", 0), "-n 4 needs a"),
         ((*hi, "--max-new-tokens", 10**6), "times as long as the model's context"),
         ((*hi, "--out", tmp_path / "out.jsonl"), "is there already: remove it"),
         ((*hi, "--out", tmp_path / "begun.jsonl"), "holds no replies"),
@@ -189,11 +192,12 @@ def test_prompts_that_share_no_cache_are_not_in_memory_together(checkpoint, tmp_
 
     def alone(engine, *arguments, **options):
         assert all(other() is None for other in begun)
+        assert options["prefixes"] == 0  # there is no other prompt that could begin like this one
         begun.append(weakref.ref(engine))
         begin(engine, *arguments, **options)
 
     monkeypatch.setattr(Engine, "__init__", alone)
-    monkeypatch.setattr("swa_jax.model.generate.by_rope_length", lambda *_: [[0], [1]])
+    monkeypatch.setattr("swa_jax.evaluate.replies.by_rope_length", lambda *_: [[0], [1]])
     (tmp_path / "prompts.txt").write_text("one\ntwo\n")
     run("generate", checkpoint, "--prompts", tmp_path / "prompts.txt", "--max-new-tokens", 6)
     assert len(begun) == 2

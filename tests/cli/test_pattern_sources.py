@@ -8,7 +8,7 @@ import pytest
 from command_line import fails, run
 from tiny_models import byte_checkpoint, make
 
-import swa_jax.cli.generate
+import swa_jax.evaluate.replies
 import swa_jax.train.loop
 from swa_jax.checkpoint.families.pattern_files import read_pattern
 from swa_jax.checkpoint.folder import load_model, save_model
@@ -62,7 +62,9 @@ def test_pattern_and_generate(checkpoint, files, monkeypatch, source, options, w
     window = window or OWN_WINDOW
     assert f"window {window} (own key included), {sinks} sink tokens" in output
     used = []
-    monkeypatch.setattr(swa_jax.cli.generate, "write_replies", lambda model, *_, **__: used.append(model.pattern) or [])
+    monkeypatch.setattr(
+        swa_jax.evaluate.replies, "write_replies", lambda model, *_, **__: used.append(model.pattern) or []
+    )
     run("generate", checkpoint, "hello", "--pattern", named(source, files), *options)
     assert (used[0].sliding_window, used[0].num_sink_tokens) == (window, sinks)
     assert used[0].full_attention_decode == (source == "swaa.json")

@@ -47,6 +47,13 @@ def test_what_may_be_a_stop_string_is_held_back(tokenizer):
     assert not reply.stopped
 
 
+def test_a_special_token_may_be_a_stop_string(tokenizer):
+    """It is no part of the text, as of chat models whose files do not name the end of a turn."""
+    reply = ReplyText(tokenizer, ["STOP", "<eos>"])
+    assert reply.push(tokenizer.encode("one<eos>two")) == "one"
+    assert (reply.close(), reply.stopped, reply.tokens[3:]) == ("", True, [tokenizer.eos_id])
+
+
 def test_random_cuts_give_one_text(tokenizer):
     rng = np.random.default_rng(0)
     for _ in range(50):
@@ -257,7 +264,7 @@ def test_prompts_from_a_file(tmp_path):
         Prompt(None, messages, {"messages": messages}),
     ]
     plain = tmp_path / "prompts.txt"
-    plain.write_text('"one"\ntwo \n')
+    plain.write_bytes(b'\xef\xbb\xbf"one"\r\ntwo \n')  # as Windows writes texts
     assert read_prompts(plain) == [Prompt('"one"', None), Prompt("two ", None)]
     for line in ("{}", "[1]", '{"prompt": 3}', '{"prompt": "a", "messages": [1]}', '{"messages": []}'):
         file.write_text('"fine"\n' + line + "\n")

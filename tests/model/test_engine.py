@@ -149,6 +149,25 @@ def test_a_long_conversation_keeps_few_rings():
     assert sum(len(prefix.rings) for prefix in engine._prefixes._prefixes) <= 2 * MOST_RINGS
 
 
+def test_equal_prompts_that_begin_together_are_computed_once():
+    model, prompts = model_of("window"), random_prompts((29,)) * SLOTS
+    engine = Engine(model, slots=SLOTS, max_length=64, chunk=CHUNK, steps=STEPS, prefixes=4)
+    assert replies(engine, prompts, max_new_tokens=NEW) == alone(model, prompts[:1]) * SLOTS
+    assert engine.computed_tokens == 29
+
+
+def test_what_finds_no_room_is_not_remembered(monkeypatch):
+    """Room for two more is wanted, of which one is left for the computation; older sequences make way."""
+    model, turns = model_of("window"), random_prompts((5, 5))
+    engine = Engine(model, slots=1, max_length=128, chunk=CHUNK, steps=STEPS, prefixes=2)
+    expected = alone(model, turns)
+    monkeypatch.setattr("swa_jax.model.memory.FEW", 0)
+    for free, turn, reply in zip((2.0, 1.9), turns, expected, strict=True):
+        monkeypatch.setattr("swa_jax.model.memory.free_memory", lambda free=free: free * engine.cache_bytes)
+        assert replies(engine, [turn], max_new_tokens=NEW) == [reply]
+        assert len(engine._prefixes._prefixes) == (free == 2)
+
+
 def test_the_consumer_ends_replies():
     model, prompts = model_of("every-kind"), random_prompts((9, 14, 20, 30))
     engine = Engine(model, slots=SLOTS, max_length=64, chunk=CHUNK, steps=STEPS, prefixes=2)

@@ -83,6 +83,9 @@ def tokenizer_keys(files: Mapping[str, bytes], folder: object, vocab_size: int) 
     keys |= {f"{role}_token_id": token for role, token in ids.items() if token is not None and token < vocab_size}
     written = {PREFIX + key: value for key, value in keys.items()}
     template = parse_json(files.get(SETTINGS, b"{}"), SETTINGS).get("chat_template")
+    if isinstance(template, list):  # the file has room for one of those with names, as of Cohere's models
+        named_ones = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        template = named_ones.get("default")
     if TEMPLATE_FILE in files:
         template = files[TEMPLATE_FILE].decode()
     if isinstance(template, str):
