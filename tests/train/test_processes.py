@@ -273,7 +273,8 @@ _JOIN = """
 import jax
 from swa_jax.train.cluster import Member
 from swa_jax.train.worker import worker
-jax.distributed.initialize = lambda *_, **given: print(given["heartbeat_timeout_seconds"], given["shutdown_timeout_seconds"])
+say = lambda *_, **given: print(given["heartbeat_timeout_seconds"], given["shutdown_timeout_seconds"])
+jax.distributed.initialize = say
 with worker(Member(1, 2, "here:1"), 20) as join:
     join({})
 """
