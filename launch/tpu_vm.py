@@ -11,6 +11,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 
 from launch.settings import SAVED, CommandError, Runner, Settings, TpuVm, check_run, main
 from swa_jax.base.errors import ConfigError
@@ -19,7 +20,8 @@ POLL = 30.0  # seconds between two questions
 TAKEN = ("SUSPENDING", "SUSPENDED")  # states of a queued resource whose machines were taken away
 LOST = (*TAKEN, "FAILED")  # and of one that never has any
 SILENT = 20  # questions in a row without an answer until it is given up
-INSTALLS = 3  # tries
+TRIES = 3  # of an install, and of a start
+SSH = "-oServerAliveInterval=30 -oConnectTimeout=20"  # ssh itself would wait hours for a machine that is gone
 # Status of `watch` when the machines, or the run on them, are gone without a word, and of a run that lost a process
 # that way (EX_TEMPFAIL).
 GONE = 75
@@ -45,7 +47,20 @@ def gcloud(settings: Settings, verb: str, *flags: str) -> list[str]:
 
 def on_machines(settings: Settings, command: str, *, all_of_them: bool = True) -> list[str]:
     which = "all" if all_of_them else "0"
-    return gcloud(settings, "ssh", f"--node={which}", f"--worker={which}", f"--command={command}")
+    return gcloud(settings, "ssh", f"--node={which}", f"--worker={which}", f"--ssh-flag={SSH}", f"--command={command}")
+
+
+def on_all(settings: Settings, run: Runner, what: str, commands: Sequence[str]) -> None:
+    """Run the first command on every machine, or the next one, a while later, where it fails though the machines are
+    there: one that has just come may refuse connections, and the network may be away."""
+    try:
+        return run(on_machines(settings, commands[0]))
+    except CommandError:
+        if not commands[1:] or state(settings, run, SILENT) != "ACTIVE":
+            raise
+    run.note(f"the {what} failed on a machine: once more")
+    time.sleep(POLL)
+    on_all(settings, run, what, commands[1:])
 
 
 # ---- the parts ----
@@ -99,10 +114,7 @@ def wait(settings: Settings, run: Runner) -> None:
 
 
 def install(settings: Settings, run: Runner, tries: int = 1) -> None:
-    """Clone the program on every machine, at the revision named, with an environment of its own.
-
-    A second try takes up the first: a machine that has just come may refuse connections, and the network may be away.
-    """
+    """Clone the program on every machine, at the revision named, with an environment of its own."""
     vm = place(settings)
     folder, revision = shlex.quote(vm.folder), shlex.quote(vm.revision)
     steps = [
@@ -112,14 +124,7 @@ def install(settings: Settings, run: Runner, tries: int = 1) -> None:
         "git checkout --quiet --detach FETCH_HEAD",
         vm.install,
     ]
-    for left in reversed(range(tries)):
-        try:
-            return run(on_machines(settings, " && ".join(steps)))
-        except CommandError:
-            if not left or state(settings, run, SILENT) != "ACTIVE":
-                raise
-            run.note("the install failed on a machine: once more")
-            time.sleep(POLL)
+    on_all(settings, run, "install", [" && ".join(steps)] * tries)  # a second try takes up the first
 
 
 def start(settings: Settings, run: Runner) -> None:
@@ -134,19 +139,17 @@ def check(settings: Settings) -> None:
     check_run(settings, f"{vm.repository}, revision {vm.revision}: push it there first")
 
 
-def begin(settings: Settings, run: Runner, *, lost: bool = False) -> None:
+def begin(settings: Settings, run: Runner, *, lost: bool = False, tries: int = 1) -> None:
     """Start the run on every machine.
 
-    A machine where a run is going is refused, unless that run is `lost`: then what is left of it is ended.
+    A machine where a run is going is refused, unless that run is `lost`, or of an earlier try that failed on another
+    machine: then what is left of it is ended.
     """
     vm = place(settings)
     script = shlex.join([".venv/bin/swa-jax", *settings.arguments])
     # The status is moved into its place, so that nobody reads half of it.
     script += " & echo $! > train.pid; wait $!; echo $? > train.status.new; mv train.status.new train.status"
-    steps = [f"cd {shlex.quote(vm.folder)}"]
-    if lost:
-        steps.append(END_LEFTOVER)
-    steps.append(f"if {GOING}; then echo 'a run is going here: stop it first' >&2; exit 1; fi")
+    steps = [f"if {GOING}; then echo 'a run is going here: stop it first' >&2; exit 1; fi"]
     steps.append("rm -f train.pid train.status")
     steps += [f"({vm.prepare})"] if vm.prepare else []
     for name, secret in vm.secrets.items():  # read on the machine, so that no command line has it
@@ -155,7 +158,9 @@ def begin(settings: Settings, run: Runner, *, lost: bool = False) -> None:
     # Behind what an earlier start has said of its end.
     steps.append(f"(setsid nohup bash -c {shlex.quote(script)} >> train.log 2>&1 < /dev/null &)")
     steps.append("until test -e train.pid; do sleep 0.1; done")
-    run(on_machines(settings, " && ".join(steps)))
+    enter = f"cd {shlex.quote(vm.folder)}"
+    first, again = (" && ".join([enter, *end, *steps]) for end in ([], [END_LEFTOVER]))
+    on_all(settings, run, "start", [again if lost else first] + [again] * (tries - 1))
 
 
 def stop(settings: Settings, run: Runner) -> None:
@@ -188,8 +193,9 @@ def watch(settings: Settings, run: Runner) -> int:
             if status == 0 and answer.isdigit():
                 return int(answer)
         except CommandError as error:
-            status, errors = 1, str(error)
-        silent = 0 if status == 0 else silent + 1  # the network may be away for a while
+            status, answer, errors = 1, "", str(error)
+        # The network may be away for a while; where gcloud cannot reach a machine, its status may be 0 all the same.
+        silent = 0 if status == 0 and answer else silent + 1
         if silent == SILENT:
             raise CommandError(f"the first machine of {settings.name} has not answered {SILENT} times: {errors}")
         time.sleep(POLL)
@@ -225,9 +231,9 @@ def up(settings: Settings, run: Runner) -> int:
             installed = started = _was_started(settings, run)
         try:
             if not installed:
-                install(settings, run, INSTALLS)
+                install(settings, run, TRIES)
             if not started:
-                begin(settings, run, lost=lost)
+                begin(settings, run, lost=lost, tries=TRIES)
             ended = watch(settings, run)
             if ended not in (0, SAVED, GONE):  # perhaps because one of the machines has just been taken away
                 time.sleep(POLL)
@@ -255,10 +261,11 @@ def up(settings: Settings, run: Runner) -> int:
 def _was_started(settings: Settings, run: Runner) -> bool:
     """Whether these machines have been given the run before, by an `up` that was interrupted."""
     folder = shlex.quote(place(settings).folder)
-    status, answer, errors = run.read(on_machines(settings, f"ls {folder}/train.pid || true", all_of_them=False))
-    if status:
+    question = f"ls {folder}/train.pid || echo never"
+    _, answer, errors = run.read(on_machines(settings, question, all_of_them=False))
+    if not answer:  # an install would take the program away from a run that is going
         raise CommandError(f"the first machine of {settings.name} does not answer: {errors}")
-    return bool(answer)
+    return answer != "never"
 
 
 VERBS = {verb.__name__: verb for verb in (up, create, wait, install, start, watch, logs, stop, delete)}

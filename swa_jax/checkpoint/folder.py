@@ -57,7 +57,7 @@ from swa_jax.model.layer_stacks import layer_stacks
 from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.parameters import ROUTERS
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.model.sharding import Partition, state_shardings
+from swa_jax.model.sharding import Partition, laid_out, state_shardings
 from swa_jax.model.window import OWN, Window
 
 CONFIG_FILE, PATTERN_FILE, MANIFEST_FILE, WEIGHTS = "config.json", "pattern.json", "manifest.json", "weights"
@@ -162,7 +162,7 @@ def load_model(
     arrays = dict(_stack(source, table, variables, places))
     if routed and not source.has_routers:
         routers = _fresh_routers(config, router_seed)
-        arrays |= {path: jax.device_put(router, places.get(path)) for path, router in routers.items()}
+        arrays |= {path: laid_out(router, places.get(path)) for path, router in routers.items()}
     state = {path: variable.replace(arrays[_names(path)]) for path, variable in nnx.to_flat_state(wanted)}
     return nnx.merge(graph, nnx.from_flat_state(state))
 
@@ -242,7 +242,7 @@ def _stack(
                     for i in range(0, len(part), TRANSPOSED_ROWS):
                         piece = part[i : i + TRANSPOSED_ROWS]
                         target[..., row + i : row + i + len(piece)] = piece.T
-            yield path, jax.device_put(buffer, places.get(path), may_alias=True)
+            yield path, laid_out(buffer, places.get(path), may_alias=True)
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -39,7 +39,9 @@ def save_adapter(model: Decoder, destination: str | Path, *, base: str | None = 
     """
     if model.lora is None:
         raise ConfigError("the model has no LoRA adapters to save")
-    destination = check_destination(destination)
+    destination = Path(destination)
+    if jax.process_index() == 0:  # it may be there already when the others come here
+        destination = check_destination(destination)
     tensors = adapter_tensors(model)
     if jax.process_index() != 0:
         return destination

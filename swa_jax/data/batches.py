@@ -7,7 +7,6 @@ batches handed out, beside a fingerprint of the data that it counts in.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -57,8 +56,8 @@ def make_batches(
       length: T, tokens a row.
       batch_size: rows of a global batch.
       rows: which rows of each global batch this process reads, contiguous; None is all of them.
-      held_out: read only the documents that `SourceConfig.held_out` keeps from training, in order and once; rows of
-        padding fill up the last batch. Otherwise the iterator has no end.
+      held_out: read only the documents that `SourceConfig.held_out` keeps from training, each source in order and once;
+        rows of padding fill up the last batch. Otherwise the iterator has no end.
       top_logprobs: K, how many log-probabilities a token are read of distilled data, which all sources must be.
 
     Raises `ConfigError`: data that is missing, damaged, too small or not the tokenizer's; while iterating, too.
@@ -83,7 +82,7 @@ def make_batches(
     if not samples:
         raise ConfigError("no source holds anything out: set 'held_out' of at least one")
     if held_out:
-        mixed: Any = _InTurn(samples)
+        mixed: Any = _Once(samples)
     elif len(samples) == 1:
         mixed = samples[0]
     else:
@@ -261,22 +260,27 @@ class _GlobalBatches:
         return batch
 
 
-class _InTurn:
-    """The samples of finite sources one after the other, then rows of padding."""
+class _Once:
+    """The samples of finite sources, then rows of padding. As far as one reads, every source has its share."""
 
     def __init__(self, sources: Sequence[PackedText | PackedPrompts]):
         self.sources = sources
-        self.ends = np.cumsum([len(source) for source in sources]).tolist()
+        self.firsts = np.cumsum([0, *(len(source) for source in sources)])
+        # By where a sample stands in its source, from 0 to 1.
+        self.order = np.argsort(
+            np.concatenate([(np.arange(len(source)) + 0.5) / len(source) for source in sources]), kind="stable"
+        )
 
     def __len__(self) -> int:
-        return self.ends[-1]
+        return len(self.order)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         if index >= len(self):
             first = self.sources[0][0]
             return {name: np.zeros_like(x) for name, x in first.items() if name != "full_from"}
-        which = bisect.bisect_right(self.ends, index)
-        return self.sources[which][index - (self.ends[which - 1] if which else 0)]
+        sample = int(self.order[index])
+        which = int(np.searchsorted(self.firsts, sample, side="right")) - 1
+        return self.sources[which][sample - int(self.firsts[which])]
 
 
 class _Chosen:

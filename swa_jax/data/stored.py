@@ -11,9 +11,12 @@ is read. `verify` reads everything and compares the SHA-256 of every shard.
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import json
+import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,7 +34,10 @@ FORMAT = "swa-jax tokens 2"
 UNFINISHED = "unfinished.json"  # in place of the manifest until everything is there
 INDEX = np.dtype([("end", "<u8"), ("hash", "<u8")])
 READERS = 16  # threads that read from a disk, which may be far away: a bucket answers in tens of milliseconds
-OPEN_SHARDS = 256  # files open at a time; many systems allow a process 1024
+OPEN_SHARDS = 256  # files open at a time, of all sources together; many systems allow a process 1024
+READ_PAUSES = (0, 1, 5, 25)  # seconds before each try
+
+log = logging.getLogger(__name__)
 
 
 class StoredDocuments:
@@ -67,8 +73,7 @@ class StoredDocuments:
             self.sizes[first] = index["end"][0]  # counts start anew with each shard
         self._num_ids = 1 << 32 if tokenizer is None else tokenizer.num_ids
         self._read_last = threading.local()  # the rows of a long document follow each other
-        self._open: dict[int, _Descriptor] = {}  # by shard
-        self._lock = threading.Lock()  # of what is open
+        self._owner = object()  # another folder may lie under the same name later
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -97,14 +102,17 @@ class StoredDocuments:
         """Not by mapping: a file that is cut short, or a disk that fails, would end the process without a word."""
         file, dtype = self._files[shard]
         size = np.dtype(dtype).itemsize
-        with self._lock:
-            if shard not in self._open:
-                if len(self._open) == OPEN_SHARDS:
-                    del self._open[next(iter(self._open))]
-                self._open[shard] = _Descriptor(file)
-            opened = self._open[shard]
-        data = os.pread(opened.number, count * size, start * size)
-        return np.frombuffer(data, dtype, len(data) // size)
+        for pause in READ_PAUSES:
+            time.sleep(pause)
+            try:
+                opened = _opened(file, self._owner)
+                data = os.pread(opened.number, count * size, start * size)
+                return np.frombuffer(data, dtype, len(data) // size)
+            except OSError as error:  # a server or a bucket may be away for a moment, which is not to end a run
+                problem = f"{file} cannot be read: {error.strerror}"
+                log.warning(problem)
+                _opened.cache_clear()  # what was open may be of no use after that
+        raise ConfigError(f"{problem}; see to its disk, and start the same command again")
 
 
 class _Descriptor:
@@ -113,6 +121,11 @@ class _Descriptor:
     def __init__(self, file: Path):
         self.number = os.open(file, os.O_RDONLY)
         weakref.finalize(self, os.close, self.number)
+
+
+@functools.lru_cache(maxsize=OPEN_SHARDS)  # it holds no lock meanwhile: a bucket takes its time to open a file
+def _opened(file: Path, owner: object) -> _Descriptor:
+    return _Descriptor(file)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from swa_jax.base.errors import ConfigError
@@ -137,6 +137,18 @@ def constrain(x: jax.Array, partition: Partition | None, *dimensions: str | None
     if partition is None:
         return x
     return jax.lax.with_sharding_constraint(x, partition.sharding(*dimensions))
+
+
+def laid_out(x: Any, sharding: Sharding | None, may_alias: bool | None = None) -> jax.Array:
+    """`device_put` of an array, which may be one that every process has whole.
+
+    JAX's own would then gather the arrays of all processes on every device, to compare them.
+    """
+    shared = isinstance(x, jax.Array) and not x.is_fully_addressable
+    if shared or sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(x, sharding, may_alias=may_alias)
+    own = np.asarray(x)
+    return jax.make_array_from_callback(own.shape, sharding, lambda index: own[index])
 
 
 def whole(x: jax.Array, partition: Partition, dimension: str, axis: int) -> jax.Array:

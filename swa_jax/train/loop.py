@@ -29,7 +29,7 @@ from swa_jax.base.settings import to_dict
 from swa_jax.checkpoint.families import with_keys_of
 from swa_jax.checkpoint.folder import load_model, open_checkpoint, save_model
 from swa_jax.checkpoint.peft import save_adapter
-from swa_jax.data.batches import Batches, check_source
+from swa_jax.data.batches import Batches
 from swa_jax.data.tokenizer import Tokenizer, check_same_tokens, load_tokenizer
 from swa_jax.model.attention import cast_parameters
 from swa_jax.model.config import ModelConfig
@@ -50,7 +50,7 @@ from swa_jax.train.preemption import Preempted, preemption_notices
 from swa_jax.train.records import claimed, records_of
 from swa_jax.train.run_checkpoints import RunCheckpoints, from_first_process, has_checkpoint
 from swa_jax.train.run_log import RunLog, check_packages, draw_losses
-from swa_jax.train.stage_data import local_rows, open_stages, stage_batches
+from swa_jax.train.stage_data import check_same_data, local_rows, open_stages, stage_batches
 from swa_jax.train.step import TrainState, abstract_state, init_state, make_step, make_validation_loss, shard_state
 from swa_jax.train.teacher import check_teacher_fits, find_teacher, kept_weights
 from swa_jax.train.worker import check_lease, compile_together, meet
@@ -104,6 +104,7 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
     config = with_folders(as_begun(config)).without_auto()
     run = _prepare(config)
     meet()
+    check_same_data(run.batches)
     run, state = _begin(run)
     folder, records = run.folder / "checkpoints", records_of(config, run.all_patterns)
     if config.init_optimizer and not from_first_process(lambda: has_checkpoint(folder)):
@@ -367,8 +368,6 @@ def check_run(config: TrainConfig, devices: int | None = None) -> CheckedRun:
     check_patterns(config, patterns, SWITCH in pattern.layer_types, None if teacher is None else teacher.pattern)
     if teacher is not None and devices is None:
         check_teacher_fits(config, teacher)
-    for source in (source for stage in config.stages for source in stage.data):
-        check_source(source, tokenizer)  # better found now than when its stage begins
     batches = open_stages(config, tokenizer, partition if devices is None else None)
     return CheckedRun(config, tokenizer, partition, model_config, pattern, patterns, teacher, batches)
 

@@ -161,6 +161,8 @@ async def _listen_to_worker(
         return
     if status == LostProcess.status:
         how = f"had no sign of life from its guard for {lease(timeout):.0f} s, and ended"
+    elif -status == signal.SIGTERM:  # later ones are caught
+        how = "was told to stop (SIGTERM) before it could begin"
     elif status >= 0:
         how = f"ended with status {status}"
     elif -status == signal.SIGKILL:
@@ -169,7 +171,8 @@ async def _listen_to_worker(
         how = f"was ended by {signal.Signals(-status).name}; what it said last is in its log"
     # Such signals may be JAX's answer to the end of another process.
     certain = -status not in (signal.SIGABRT, signal.SIGSEGV)
-    _send(hub, failed=f"{member} {how}; {AGAIN}", certain=certain, lost=status == LostProcess.status)
+    lost = status in (LostProcess.status, -signal.SIGTERM)
+    _send(hub, failed=f"{member} {how}; {AGAIN}", certain=certain, lost=lost)
 
 
 async def _listen_to_hub(

@@ -27,16 +27,20 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint.experimental.v1._src.synchronization import multihost as orbax_processes  # no public name
 
 from swa_jax.base.errors import CheckpointError, reason
 from swa_jax.base.files import sum_of, sum_of_file, sync_folder, write_text
-from swa_jax.train.worker import check_lease, meet
+from swa_jax.train.worker import DAY, check_lease, meet
 
 MANIFEST_FILE = "manifest.json"
 _LEFTOVER = re.compile(r"\d+\.(writing|deleting)\b.*")  # of a killed process; Orbax appends to our name
 _MESSAGE_BYTES = 65536  # of what process 0 tells the others
 
 log = logging.getLogger(__name__)
+# Orbax's processes would wait for each other for 5 minutes, which is less than process 0 takes for the sums of a large
+# checkpoint, and less than may lie between those that read one from a busy disk.
+orbax_processes._DEFAULT_BARRIER_TIMEOUT = DAY
 # Orbax logs the traceback of a failed save once a thread, pages of it, and raises it as well: we say it in a sentence.
 logging.getLogger("absl").addFilter(lambda record: "_SignalingThread.run() raised" not in str(record.msg))
 
@@ -295,6 +299,7 @@ def _unused(path: Path) -> Path:
 def _orbax_options() -> ocp.Context:
     context = ocp.Context()
     context.array.saving.use_compression = False  # weights hardly compress
+    context.asynchronous.timeout_secs = DAY  # in place of 20 minutes: a slow disk is better than no checkpoint
     return context
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax
+
 from swa_jax.base.errors import ConfigError
-from swa_jax.data.batches import Batches, make_batches
+from swa_jax.data.batches import Batches, check_source, make_batches
 from swa_jax.data.tokenizer import Tokenizer
 from swa_jax.model.memory import check_fits
 from swa_jax.model.sharding import Partition
 from swa_jax.train.config import TrainConfig
-from swa_jax.train.run_checkpoints import newest_step
+from swa_jax.train.run_checkpoints import from_first_process, newest_step
 
 
 def open_stages(config: TrainConfig, tokenizer: Tokenizer, partition: Partition | None) -> dict[int, Batches]:
@@ -20,11 +22,13 @@ def open_stages(config: TrainConfig, tokenizer: Tokenizer, partition: Partition 
     out must not be found out after days of training.
     """
     done = newest_step(Path(config.output) / "checkpoints")
+    # The data of stages that are done may be gone by now.
+    coming = [number for number, start in enumerate(config.starts) if done < start + config.stages[number].steps]
+    for source in (source for number in coming for source in config.stages[number].data):
+        check_source(source, tokenizer)  # all of them, before the texts of the first are tokenised
     opened = {}
-    for number, start in enumerate(config.starts):
+    for number in coming:
         stage = config.stages[number]
-        if done >= start + stage.steps:
-            continue  # its data may be gone by now
         here = local_rows(partition, stage.batch_size)
         check_fits(
             (here.stop - here.start) * stage.sequence_length * 8,  # tokens and segment ids
@@ -39,6 +43,26 @@ def open_stages(config: TrainConfig, tokenizer: Tokenizer, partition: Partition 
         except ConfigError as error:
             raise ConfigError(f"'stages.{number}.data': {error}") from None
     return opened
+
+
+def check_same_data(opened: dict[int, Batches]) -> None:
+    """Raise `ConfigError` where this process would read other data than process 0; all processes call it.
+
+    Rows of one batch out of two orders of the documents would repeat some and miss others.
+    """
+    ours = {}
+    for number, batches in opened.items():
+        for key, value in batches.get_state()["data"].items():
+            if key == "tokenizer":
+                ours[key] = value
+            elif key.endswith(".files"):  # all else is in the configuration, which is the same
+                ours[f"stages.{number}.{key}"] = value
+    theirs = from_first_process(lambda: ours)
+    if different := [key for key in ours if key in theirs and ours[key] != theirs[key]]:
+        raise ConfigError(
+            f"'{different[0]}' has other contents in process {jax.process_index()} than in process 0, under the same "
+            "name: give every machine the same files"
+        )
 
 
 def stage_batches(

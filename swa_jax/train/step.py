@@ -17,7 +17,7 @@ from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.loss import Teacher, TeacherStates, TokenLoss, next_token_targets
-from swa_jax.model.sharding import Partition, constrain, state_shardings
+from swa_jax.model.sharding import Partition, constrain, laid_out, state_shardings
 from swa_jax.train.compiler import compiler_options
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.objectives import (
@@ -76,7 +76,7 @@ def shard_state(state: TrainState, partition: Partition | None, model: ModelConf
     """The state laid out on the mesh."""
     if partition is None:
         return state
-    return jax.device_put(state, state_shardings(state, partition, model))
+    return jax.tree.map(laid_out, state, state_shardings(state, partition, model))
 
 
 def abstract_state(state: TrainState) -> TrainState:

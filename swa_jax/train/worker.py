@@ -24,7 +24,7 @@ from swa_jax.base.errors import sentence
 from swa_jax.train.cluster import Member
 from swa_jax.train.processes import AGAIN, CHANNEL, PULSES, LostProcess, lease
 
-_DAY = 24 * 3600  # seconds
+DAY = 24 * 3600  # seconds that processes wait for each other, where the guards say who is gone
 
 
 def is_worker() -> bool:
@@ -53,7 +53,8 @@ def worker(member: Member, timeout: int) -> Iterator[Callable[[dict[str, Any]], 
             cluster_detection_method="deactivate",
             # JAX would end a healthy process without a word on which other one is gone: the guards watch, and say it.
             initialization_timeout=timeout,
-            heartbeat_timeout_seconds=_DAY,
+            heartbeat_timeout_seconds=DAY,
+            shutdown_timeout_seconds=DAY,  # process 0 may still be summing the last checkpoint
         )
 
     try:
@@ -166,7 +167,7 @@ def meet() -> None:
         from jax._src.distributed import global_state  # no public name
 
         assert global_state.client is not None
-        global_state.client.wait_at_barrier(f"swa_jax/{next(_meetings)}", _DAY * 1000)
+        global_state.client.wait_at_barrier(f"swa_jax/{next(_meetings)}", DAY * 1000)
 
 
 def compile_together(function: Any, *arguments: Any) -> None:

@@ -36,8 +36,11 @@ def test_what_is_written_now_is_what_was_checked(model, tmp_path, caplog):
         assert ("PEFT 0.21 does not load" in caplog.text) == ((model, case) in NOT_LOADED), case
 
 
-def test_the_settings_name_the_base(tmp_path):
+def test_the_settings_name_the_base(tmp_path, monkeypatch):
     adapter = adapters_alone(model_config(hf_of("llama-plain")))["some"]
     folder = save_adapter(adapter, tmp_path / "adapter", base="the/base")
+    with monkeypatch.context() as patched:
+        patched.setattr("jax.process_index", lambda: 1)  # comes when the first process has written
+        assert save_adapter(adapter, folder) == folder
     settings = json.loads((folder / "adapter_config.json").read_text())
     assert (settings["base_model_name_or_path"], settings["r"], settings["lora_alpha"]) == ("the/base", 2, 8.0)

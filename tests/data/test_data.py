@@ -416,6 +416,23 @@ def test_held_out_batches_resume_and_are_shared_out(many, tokenizer):
     assert all(next(half, None) is None for half in halves)
 
 
+def test_every_source_has_its_share_of_the_first_held_out_batches(many, tokenizer, tmp_path):
+    """A validation reads no more than the first."""
+    lines = [json.dumps({"text": f"other {i} " * 3}) for i in range(60)]
+    (tmp_path / "few.jsonl").write_text("\n".join(lines))
+    sources = [many, SourceConfig(files=(f"{tmp_path}/few.jsonl",), held_out=0.3)]
+
+    def rows(sources):
+        batches = list(make_batches(sources, tokenizer, length=64, batch_size=2, seed=0, held_out=True))
+        return [row.tolist() for batch in batches for row in batch["tokens"] if row.any()]
+
+    first, second, both = rows(sources[:1]), rows(sources[1:]), rows(sources)
+    assert sorted(both) == sorted(first + second)
+    assert [row for row in both if row in first] == first
+    half = both[: len(both) // 2]
+    assert abs(sum(row in second for row in half) - len(second) / 2) <= 1
+
+
 def test_nothing_held_out_is_an_error(folder, tokenizer):
     with pytest.raises(ConfigError, match="no source holds anything out"):
         make_batches(sources(folder), tokenizer, length=16, batch_size=2, seed=0, held_out=True)

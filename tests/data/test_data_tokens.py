@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import functools
 import itertools
 import json
 import os
@@ -125,21 +126,26 @@ def test_opening_reads_no_shard(made, monkeypatch):
 
 
 def test_few_files_are_open_at_a_time(made, monkeypatch):
-    monkeypatch.setattr(swa_jax.data.stored, "OPEN_SHARDS", 2)
-    stored = StoredDocuments([made])
+    """Of all folders together: a mixture has many."""
+    stored = swa_jax.data.stored
+    monkeypatch.setattr(stored, "_opened", functools.lru_cache(maxsize=2)(stored._opened.__wrapped__))
+    sources = [StoredDocuments([made]) for _ in range(3)]
     before = len(os.listdir("/proc/self/fd"))
-    first = [stored[i].tolist() for i in range(len(stored))]
+    first = [[source[i].tolist() for source in sources] for i in range(len(sources[0]))]
     assert len(os.listdir("/proc/self/fd")) == before + 2
-    assert [stored[i].tolist() for i in reversed(range(len(stored)))] == first[::-1]
-    del stored
+    again = [[source[i].tolist() for source in sources] for i in reversed(range(len(sources[0])))]
+    assert again == first[::-1]
+    stored._opened.cache_clear()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_reads_wait_beside_each_other(made, tokenizer, monkeypatch):
     """Those of a bucket take tens of milliseconds: one after the other, they would take longer than a step."""
-    waiting, beside = [], {os.pread: [], Path.read_bytes: []}
+    beside = {os.open: [], os.pread: [], Path.read_bytes: []}
 
     def slow(real):
+        waiting = []
+
         def read(*arguments):
             waiting.append(1)
             time.sleep(0.05)
@@ -150,6 +156,7 @@ def test_reads_wait_beside_each_other(made, tokenizer, monkeypatch):
         return read
 
     with monkeypatch.context() as patched:
+        patched.setattr(os, "open", slow(os.open))
         patched.setattr(os, "pread", slow(os.pread))
         patched.setattr(Path, "read_bytes", slow(Path.read_bytes))
         batches = batches_of(as_source(made), tokenizer, batch_size=1, length=16)
@@ -175,6 +182,27 @@ def test_a_document_longer_than_rows_is_read_once(tmp_path, byte_tokenizer, toke
     batches.close()
     readers = [thread for thread, what in reads if what == (0, 0, 3001)]  # not those of an earlier test
     assert 0 < len(readers) == len(set(readers)), "by each thread"
+
+
+def test_a_disk_that_is_away_for_a_moment_ends_no_run(made, monkeypatch, caplog):
+    stored = StoredDocuments([made])
+    expected = stored[0].tolist()
+    monkeypatch.setattr(swa_jax.data.stored, "READ_PAUSES", (0, 0, 0))
+    real, failures = os.pread, [errno.EIO, errno.ESTALE]
+
+    def read(*arguments):
+        if failures:
+            number = failures.pop()
+            raise OSError(number, os.strerror(number))
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "pread", read)
+    other = StoredDocuments([made])
+    assert other[0].tolist() == expected
+    assert "00000.tokens cannot be read: Stale file handle" in caplog.text
+    failures += [errno.EIO] * 3
+    with pytest.raises(ConfigError, match=r"00000\.tokens cannot be read: Input/output error; see to its disk"):
+        other[1]
 
 
 # ---- interruptions ----

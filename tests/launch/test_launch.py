@@ -264,8 +264,8 @@ case "$4 $*" in
         answer=$(next_of answers)
         test "$answer" != "no answer" || exit 255
         echo $answer ;;
-    *"/train.pid ||"*) cat started 2> /dev/null || true ;;
-    ssh*) test ! -e broken || {{ grep -q once broken && rm broken; exit 1; }} ;;
+    *"/train.pid ||"*) cat started 2> /dev/null || echo never ;;
+    ssh*"$(cat broken 2> /dev/null || echo whole)"*) test ! -e once || rm once broken; exit 1 ;;
 esac
 """
 
@@ -355,11 +355,16 @@ def test_up(cloud, capfd, states, answers, expected):
     assert expected[2] in capfd.readouterr().out
 
 
-def test_up_takes_up_the_watch_of_a_run_that_it_had_started(cloud, tmp_path):
+def test_up_takes_up_the_watch_of_a_run_that_it_had_started(cloud, tmp_path, capfd):
     (tmp_path / "started").write_text("swa-jax/train.pid")
     status, kinds = cloud(["ACTIVE", "ACTIVE", "ACTIVE"], ["running", "0"])
     assert status == 0
     assert _steps(kinds) == ["ssh"]
+    (tmp_path / "started").write_text("")  # gcloud has not reached the machine, which it only says in a warning
+    status, kinds = cloud(["ACTIVE"], [])
+    assert status == 2
+    assert _steps(kinds) == ["ssh"]
+    assert "the first machine of bosch-8b does not answer" in capfd.readouterr().err
 
 
 def test_up_bears_a_network_that_is_away_for_a_while(cloud, capfd):
@@ -370,10 +375,11 @@ def test_up_bears_a_network_that_is_away_for_a_while(cloud, capfd):
     states = ["NOT_FOUND", *away, "PROVISIONING", *away, "ACTIVE", "ACTIVE", *away, "SUSPENDED", *away, "SUSPENDED"]
     status, _ = cloud([*states, "ACTIVE", "ACTIVE"], ["2", "0"])
     assert status == 0
-    states = ["NOT_FOUND", "ACTIVE", *["ACTIVE"] * tpu_vm.SILENT, "ACTIVE"]
-    status, _ = cloud(states, ["no answer"] * tpu_vm.SILENT)
-    assert status == 2
-    assert f"has not answered {tpu_vm.SILENT} times" in capfd.readouterr().err
+    for silence in ("no answer", ""):  # gcloud's status is 0 where it cannot prepare a machine
+        states = ["NOT_FOUND", "ACTIVE", *["ACTIVE"] * tpu_vm.SILENT, "ACTIVE"]
+        status, _ = cloud(states, [silence] * tpu_vm.SILENT)
+        assert status == 2
+        assert f"has not answered {tpu_vm.SILENT} times" in capfd.readouterr().err
 
 
 def test_up_gives_up_where_no_machines_will_come(cloud, capfd):
@@ -385,16 +391,26 @@ def test_up_gives_up_where_no_machines_will_come(cloud, capfd):
     assert "gcloud does not say how bosch-8b is: ERROR: (gcloud) offline" in capfd.readouterr().err
 
 
-def test_a_failed_install_is_tried_again_and_is_no_preemption(cloud, tmp_path, capfd):
-    (tmp_path / "broken").touch()
+@pytest.mark.parametrize(("step", "sign"), [("install", "git clone"), ("start", "setsid")])
+def test_a_failed_step_is_tried_again_and_is_no_preemption(cloud, tmp_path, capfd, step, sign):
+    before = FIRST[: FIRST.index(step)]
+    (tmp_path / "broken").write_text(sign)
     status, kinds = cloud(["NOT_FOUND", *["ACTIVE"] * 4], [])
     assert status == 2
-    assert _steps(kinds) == ["create", "install", "install", "install"]
+    assert _steps(kinds) == [*before, step, step, step]
     assert "failed with status 1" in capfd.readouterr().err
-    (tmp_path / "broken").write_text("once")
+    (tmp_path / "once").touch()
     status, kinds = cloud(["NOT_FOUND", "ACTIVE", "ACTIVE", "ACTIVE"], ["0"])
     assert status == 0
-    assert _steps(kinds) == ["create", "install", "install", "start"]
+    assert _steps(kinds) == [*before, step, *FIRST[FIRST.index(step) :]]
+    assert f"the {step} failed on a machine: once more" in capfd.readouterr().out
+    ends = ["kill -KILL" in call for call in (tmp_path / "calls").read_text().splitlines() if "setsid" in call]
+    assert ends == [False, True][: 1 + (step == "start")], "what the first try has started is ended"
+
+
+def test_ssh_gives_up_a_machine_that_is_gone(capsys):
+    (command,) = dry(capsys, tpu_vm.VERBS, "logs")
+    assert flag(command, "ssh-flag") == "-oServerAliveInterval=30 -oConnectTimeout=20"
 
 
 def test_a_program_that_is_not_installed(tmp_path, monkeypatch, capsys):

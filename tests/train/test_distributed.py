@@ -177,3 +177,26 @@ def test_a_start_that_is_slower_than_gloo_waits(training, tmp_path):
     assert ends(training("run", 2, timeout=15, python_path=tmp_path), 240) == [(0, "")] * 2
     assert time.monotonic() - start > 33
     losses(tmp_path / "run")
+
+
+# Refuses what gathers an array of every process on every device.
+_NO_COPIES = """
+import jax.experimental.multihost_utils as utils
+
+compare = utils.assert_equal
+
+def small(x, *rest, **options):
+    assert not getattr(x, "ndim", 0), f"an array of {x.shape} is gathered from all processes"
+    return compare(x, *rest, **options)
+
+utils.assert_equal = small
+"""
+
+
+@pytest.mark.long
+def test_no_device_holds_the_copies_that_all_processes_read_of_a_model(training, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(_NO_COPIES)
+    assert ends(training("first", 1), 240)[0][0] == 0
+    start = {"model": None, "init_from": str(tmp_path / "first" / "model")}
+    assert ends(training("run", 2, changes={0: start, 1: start}, python_path=tmp_path), 240) == [(0, "")] * 2
+    assert losses(tmp_path / "run")[0] < losses(tmp_path / "first")[0] - 0.1

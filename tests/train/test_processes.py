@@ -135,6 +135,13 @@ with worker(Member(1, 2, "here:1"), 20) as join:
     assert results[1][1].startswith("LostProcess: another process came over 30 s later")
 
 
+def test_a_machine_that_is_taken_away_during_the_start_is_a_lost_process(guards):
+    """A launcher is to start again: nothing has failed."""
+    results = ends(guards([worker(WAIT), worker("os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)")]))
+    told = "LostProcess: process 1 of 2 was told to stop (SIGTERM) before it could begin; start all processes again"
+    assert all(status == 75 and error.startswith(told) for status, error in results), results
+
+
 def test_an_unexpected_error_is_a_traceback_in_its_process_and_a_sentence_in_the_others(guards):
     fails = "say(failed='KeyError: 7', certain=False, traceback='Traceback: KeyError: 7')\n" + WAIT
     results = ends(guards([worker(WAIT), worker(fails)]))
@@ -260,6 +267,28 @@ def test_a_worker_ends_when_its_lease_has_run_out(launch, tmp_path, how):
     ours.close()
     written = float(file.read_text().split()[-1]) - frozen
     assert written < {"worker frozen": 0.1, "guard frozen": 1.7, "guard gone": 0.5}[how]
+
+
+_JOIN = """
+import jax
+from swa_jax.train.cluster import Member
+from swa_jax.train.worker import worker
+say = lambda *_, **given: print(given["heartbeat_timeout_seconds"], given["shutdown_timeout_seconds"])
+jax.distributed.initialize = say
+with worker(Member(1, 2, "here:1"), 20) as join:
+    join({})
+"""
+
+
+def test_jax_ends_no_process_that_leaves_later_than_the_others(launch):
+    """Process 0 may still be summing up the last checkpoint."""
+    ours, theirs = socket.socketpair()
+    ours.sendall(b'{"go": "here:2"}\n')
+    environment = os.environ | {"SWA_JAX_GUARD": str(theirs.fileno())}
+    process = launch([sys.executable, "-c", _JOIN], env=environment, pass_fds=[theirs.fileno()])
+    theirs.close()
+    assert process.stdout.readline().split() == [str(24 * 3600)] * 2
+    ours.close()
 
 
 def test_signals_reach_the_worker(guards):

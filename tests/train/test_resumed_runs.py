@@ -9,6 +9,7 @@ from training_runs import interrupted, text_in
 
 import swa_jax.train.loop
 import swa_jax.train.run_checkpoints
+import swa_jax.train.stage_data
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.settings import from_dict, to_dict
 from swa_jax.model.parameters import parameters
@@ -63,3 +64,23 @@ def test_an_edited_pattern_file_is_noticed(settings, tmp_path):
     dataclasses.replace(first, provenance={"method": "another way to the same"}).to_json(file)
     train(from_dict(TrainConfig, settings), quiet=True)
     assert (tmp_path / "run" / "model").is_dir()
+
+
+def test_the_data_of_a_stage_that_is_done_may_be_gone(settings, tmp_path):
+    (tmp_path / "first.txt").write_text("abc" * 100)
+    first = settings["stages"][0] | {"steps": 1, "data": [{"files": [f"{tmp_path}/first.txt"]}]}
+    settings["stages"].insert(0, first)
+    interrupted(2, train, from_dict(TrainConfig, settings), quiet=True)
+    (tmp_path / "first.txt").unlink()
+    train(from_dict(TrainConfig, settings), quiet=True)
+    assert (tmp_path / "run" / "model").is_dir()
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "stages.0.data.0.files"])
+def test_processes_that_read_other_data_are_named(settings, tmp_path, monkeypatch, name):
+    """Each reads a copy of its own, under the same name."""
+    module = swa_jax.train.stage_data
+    monkeypatch.setattr(module, "from_first_process", lambda ask: ask() | {name: "other"})
+    with pytest.raises(ConfigError, match=f"'{name}' has other contents in process 0 than in process 0, under"):
+        train(from_dict(TrainConfig, settings), quiet=True)
+    assert not (tmp_path / "run").exists()

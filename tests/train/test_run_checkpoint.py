@@ -94,6 +94,14 @@ def test_a_donated_state_is_saved_as_it_was(tmp_path):
         assert (load_state(tmp_path / str(step), shape)[0]["w"] == step).all()
 
 
+def test_processes_wait_for_each_other_as_long_as_a_slow_disk_takes():
+    """Process 0 may be summing up one checkpoint when the others begin with the next."""
+    from orbax.checkpoint.experimental.v1._src.synchronization.multihost import coordination_timeout
+
+    options = swa_jax.train.run_checkpoints._orbax_options()
+    assert coordination_timeout() == options.asynchronous.timeout_secs == 24 * 3600
+
+
 def test_the_newest_and_the_periodic_ones_stay(tmp_path):
     saved(tmp_path, *range(1, 9), keep=2, keep_period=3)
     assert names(tmp_path) == ["3", "6", "7", "8"]
