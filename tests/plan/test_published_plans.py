@@ -26,7 +26,7 @@ def published(name: str) -> dict:
     "name", ["swat-340m-v5e-4x4", "swiattn-32k-v5p-4x4x4", "qwen3-8b-bosch-v5p-4x4x8", "qwen3-8b-bosch-v6e-16x16"]
 )
 def test_a_plan_sends_what_a_hand_counts(name):
-    """Weights gathered forward and back, gradients scattered once, and what `data` repeats summed; in bf16, by rings."""
+    """Weights gathered forward and back, gradients scattered once, what `data` repeats summed; in bf16, by rings."""
     plan = published(name)
     repeats, weights = plan["mesh"]["data"], 2 * plan["parameters"]
     pieces = plan["mesh"]["fsdp"] * plan["mesh"]["context"]
