@@ -1,11 +1,14 @@
-"""The command line inside the test process: what a verb prints, and the one line of a user's mistake."""
+"""The command line inside the test process: what a verb prints and writes, and the one line of a user's mistake."""
 
 import functools
+import json
+from pathlib import Path
 
 import typer.testing
 from typer.testing import CliRunner
 
 from swa_jax.cli.main import app
+from swa_jax.model.engine import Engine
 
 # Typer would build the tree of all commands at each call.
 typer.testing._get_command = functools.cache(typer.main.get_command)
@@ -25,3 +28,21 @@ def fails(*arguments: object) -> str:
     assert "Traceback" not in output
     assert len(output.splitlines()) == 1, output
     return output.strip()
+
+
+def json_lines(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def interrupt(monkeypatch, after: int) -> None:
+    """Ctrl-C when so many replies are complete."""
+    stream, ended = Engine.stream, []
+
+    def broken(*arguments, **options):
+        for piece in stream(*arguments, **options):
+            yield piece
+            ended.extend([1] * piece.ended)
+            if len(ended) == after:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "stream", broken)

@@ -60,6 +60,8 @@ EXPERT_MESHES = {
     "context 2, expert 4": MeshConfig(1, 1, 2, 1, expert=4),
 }
 BATCH, LENGTH = 8, 64
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 
 
 def segments(*lengths: int) -> list[int]:
@@ -360,37 +362,31 @@ MODELS = {
 }
 
 
-def check_training() -> None:
+def training_config(model: dict, learning_rate: float, **settings) -> TrainConfig:
+    stages = [{"steps": 20, "sequence_length": LENGTH, "batch_size": BATCH}]
+    # Steps small enough that rounding does not grow along the way.
+    optimizer = {"learning_rate": learning_rate, "warmup_steps": 2, "eps": 1e-4}
+    fixed = {"output": "-", "tokenizer": "-", "model": SIZES | model, "optimizer": optimizer, "stages": stages}
+    return from_dict(TrainConfig, fixed | settings)
+
+
+def training_batch() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(1)
-    batch = {
-        "tokens": rng.integers(1, 64, size=(BATCH, LENGTH)).astype(np.int32),
-        "segment_ids": PACKED.astype(np.int32),
-        "weights": np.ones((BATCH, LENGTH), np.float32),
-    }
+    tokens = rng.integers(1, 64, size=(BATCH, LENGTH)).astype(np.int32)
+    weights = rng.random((BATCH, LENGTH)).astype(np.float32)
+    return {"tokens": tokens, "segment_ids": PACKED.astype(np.int32), "weights": weights}
+
+
+def check_training() -> None:
+    batch = training_batch() | {"weights": np.ones((BATCH, LENGTH), np.float32)}
     for name, settings in MODELS.items():
-        model_settings = {
-            "vocab_size": 64,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-        }
-        config = from_dict(
-            TrainConfig,
-            {
-                "output": "-",
-                "tokenizer": "-",
-                "model": model_settings | settings.get("model", {}),
-                "z_loss": 1e-4,
-                "router_aux_loss_coef": 0.01 if "experts" in name else 0.0,
-                "lora": settings.get("lora"),
-                "sequence_order": settings.get("sequence_order", "auto"),
-                # Steps small enough that rounding does not grow along the way.
-                "optimizer": {"learning_rate": settings.get("learning_rate", 1e-3), "warmup_steps": 2, "eps": 1e-4},
-                "stages": [{"steps": 20, "sequence_length": LENGTH, "batch_size": BATCH}],
-            },
+        config = training_config(
+            settings.get("model", {}),
+            settings.get("learning_rate", 1e-3),
+            z_loss=1e-4,
+            router_aux_loss_coef=0.01 if "experts" in name else 0.0,
+            lora=settings.get("lora"),
+            sequence_order=settings.get("sequence_order", "auto"),
         )
         pattern = load_pattern(settings["pattern"], config.model, Window(12))
         expected = run(config, pattern, None, batch, pieces=1)
@@ -400,46 +396,36 @@ def check_training() -> None:
             # Accumulation changes nothing either, but what dropout drops and how pieces balance their experts.
             whole = config.lora is not None or config.router_aux_loss_coef
             pieces = 2 if partition.size("batch") <= 4 and not whole else 1
-            losses, norms, moments = run(config, pattern, partition, batch, pieces)
-            for ours, theirs in ((losses, expected[0]), (norms, expected[1])):
-                np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5, err_msg=f"{name}, {mesh_name}")
-            for path, theirs in expected[2].items():
-                np.testing.assert_allclose(
-                    moments[path], theirs, rtol=1e-5, atol=1e-5, err_msg=f"{name}, {mesh_name}, {path}"
-                )
+            assert_same_run(run(config, pattern, partition, batch, pieces), expected, f"{name}, {mesh_name}")
         assert expected[0][-1] < expected[0][0] - 0.03, name
         print(name, "ok", flush=True)
 
 
 def check_teacher() -> None:
     """A windowed student beside its teacher on meshes of 2 x 2, where rows lie in zig-zag order for the teacher."""
-    rng = np.random.default_rng(1)
-    batch = {"tokens": rng.integers(1, 64, size=(BATCH, LENGTH)).astype(np.int32)}
-    batch |= {"segment_ids": PACKED.astype(np.int32), "weights": rng.random((BATCH, LENGTH)).astype(np.float32)}
-    settings = {
-        "output": "-",
-        "tokenizer": "-",
-        "model": dataclasses.asdict(ModelConfig(64, 32, 48, 2, 4, 2, 8)),
-        "optimizer": {"learning_rate": 1e-3, "warmup_steps": 2, "eps": 1e-4},
-        "stages": [{"steps": 20, "sequence_length": LENGTH, "batch_size": BATCH}],
-    }
+    batch = training_batch()
     distill = Distill(tokens="all", temperature=1.5, weight=0.3, last_weight=0.9, hidden=0.2)
     for lora in (None, {"rank": 2, "dropout": 0.0}):
-        config = from_dict(TrainConfig, settings | {"lora": lora})
+        config = training_config({}, 1e-3, lora=lora)
         pattern = load_pattern("window", config.model, Window(12))
         expected = run(config, pattern, None, batch, 1, distill)
         for mesh in (MeshConfig(1, 2, 2, 1), MeshConfig(2, 1, 1, 2))[: 1 if lora else 2]:
             partition = Partition(make_mesh(mesh, jax.devices()[:4]))
-            losses, norms, moments = run(config, pattern, partition, batch, 2, distill)
-            for ours, theirs in ((losses, expected[0]), (norms, expected[1])):
-                np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5, err_msg=f"{lora}, {mesh}")
-            for path, theirs in expected[2].items():
-                np.testing.assert_allclose(moments[path], theirs, rtol=1e-5, atol=1e-5, err_msg=f"{mesh}, {path}")
+            assert_same_run(run(config, pattern, partition, batch, 2, distill), expected, f"{lora}, {mesh}")
 
 
-def run(
-    config, pattern, partition, batch, pieces, distill=None
-) -> tuple[list[float], list[float], dict[str, np.ndarray]]:
+Run = tuple[list[float], list[float], dict[str, np.ndarray]]
+
+
+def assert_same_run(found: Run, expected: Run, where: str) -> None:
+    def close(path, ours, theirs) -> None:
+        name = f"{where}, {jax.tree_util.keystr(path)}"
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5, err_msg=name)
+
+    jax.tree_util.tree_map_with_path(close, found, expected)
+
+
+def run(config, pattern, partition, batch, pieces, distill=None) -> Run:
     """Losses and gradient norms of twenty steps, and Adam's first moments after them: the gradients of every tensor,
     summed over the steps. With `distill` the teacher is the model at the start, in full attention."""
     model: Decoder = random_model(config.model, pattern, 0, partition)
@@ -465,8 +451,7 @@ def run(
 
 def check_selection() -> None:
     rng = np.random.default_rng(2)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
-    config = ModelConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=8, initializer_range=0.2)
+    config = ModelConfig(**SIZES | {"num_hidden_layers": 3}, initializer_range=0.2)
     model = Decoder(config, AttentionPattern.from_recipe("full", 3), rngs=nnx.Rngs(0))
     # Six rows for eight devices, and a prompt that the window holds.
     examples = [

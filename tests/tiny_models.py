@@ -4,16 +4,20 @@ import dataclasses
 import functools
 import shutil
 
+import jax.numpy as jnp
 import numpy as np
 import tokenizers
 from flax import nnx
+from jax.sharding import AbstractMesh
+from layer_letters import types_of
 from tokenizers import processors
 
 from swa_jax.checkpoint.folder import save_model
+from swa_jax.model.attention import cast_parameters
 from swa_jax.model.config import ModelConfig, RopeScaling
 from swa_jax.model.decoder import Decoder
-from swa_jax.model.layer_types import CHUNKED, FULL, HYBRID, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.sharding import AXES, Partition
 
 WINDOW_SIZE = 6
 LAYERS = 4
@@ -156,11 +160,9 @@ SIGMOID = dataclasses.replace(
 
 
 def make(types: str, heads: tuple[tuple[int, ...], ...] = (), **fields) -> AttentionPattern:
-    """A pattern from letters: F full, w window, c chunks, h head hybrid, S switch."""
-    kinds = {"F": FULL, "w": WINDOW, "c": CHUNKED, "h": HYBRID, "S": SWITCH}
-    return AttentionPattern(
-        tuple(kinds[t] for t in types), fields.pop("sliding_window", WINDOW_SIZE), full_kv_heads=heads, **fields
-    )
+    """A pattern from the letters of its layers."""
+    window = fields.pop("sliding_window", WINDOW_SIZE)
+    return AttentionPattern(types_of(types), window, full_kv_heads=heads, **fields)
 
 
 _HYBRID_HEADS = ((0,), (1,), (), (0, 1))
@@ -215,6 +217,16 @@ def logits_of(model: Decoder, tokens, **options):
 def model_of(name: str) -> Decoder:
     config, pattern = PATTERNS[name]
     return base_model(config).with_pattern(pattern)
+
+
+def abstract_partition(**sizes: int) -> Partition:
+    """Over a mesh without devices: enough to look at shapes."""
+    return Partition(AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES))
+
+
+def in_bfloat16(model: Decoder) -> Decoder:
+    graph, state = nnx.split(model)
+    return nnx.merge(graph, cast_parameters(state, jnp.bfloat16))
 
 
 def random_prompts(lengths=(1, 5, 19, 40), seed: int = 0) -> list[list[int]]:

@@ -264,7 +264,7 @@ def draw_needles(
     haystack: Path | None,
     depths: Any,
     seed: int,
-    wrap: str | Wrap = "{prompt}",
+    wrap: str | Wrap,
 ) -> list[Example]:
     from swa_jax.evaluate import needle_examples
 
@@ -298,10 +298,9 @@ class PromptKind(Options):
         self.wrap: Wrap | None = None  # what stands around a question, which `of` finds out, too
         if self.chains is None:
             return
-        if self.chat:
-            raise ConfigError("--chat is for needles, which --chains replaces: leave one of them out")
-        if self.keys != 1:
-            raise ConfigError("--keys is for needles, which --chains replaces: leave one of them out")
+        for option, given in (("--chat", self.chat), ("--keys", self.keys != 1)):
+            if given:
+                raise ConfigError(f"{option} is for needles, which --chains replaces: leave one of them out")
         found = CHAINS.fullmatch(self.chains)
         if found is None or int(found[2] or 9) < int(found[1]):
             raise ConfigError(

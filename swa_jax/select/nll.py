@@ -59,11 +59,10 @@ class NLLScores:
         """delta_l, the mean over examples: [L]."""
         return self.deltas.mean(0)
 
-    def intervals(self, seed: int = 0) -> list[Estimate]:
+    def intervals(self) -> list[Estimate]:
         """Each layer's mean delta with its 95 % bootstrap interval over examples; NaN without one if not tried."""
         return [
-            Estimate(math.nan, None, None) if np.isnan(column).any() else bootstrap(column, seed=seed)
-            for column in self.deltas.T
+            Estimate(math.nan, None, None) if np.isnan(column).any() else bootstrap(column) for column in self.deltas.T
         ]
 
     def best(self, count: int = 1) -> list[int]:

@@ -8,7 +8,7 @@ import weakref
 import jax
 import numpy as np
 import pytest
-from command_line import fails, run
+from command_line import fails, interrupt, json_lines, run
 from tiny_models import byte_checkpoint, make
 
 import swa_jax
@@ -18,7 +18,6 @@ from swa_jax.adapt.reply_filters import find_filter
 from swa_jax.base.errors import ConfigError
 from swa_jax.data.distilled import read_distilled
 from swa_jax.data.tokenizer import load_tokenizer
-from swa_jax.model.engine import Engine
 from swa_jax.model.top_logprobs import top_logprobs
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking %}?{% else %}!{% endif %}"
@@ -37,47 +36,29 @@ def prompts(tmp_path_factory):
     return file
 
 
-def lines(file) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def command(checkpoint, prompts, out, *more):
     drawing = "-n 2 --max-new-tokens 6 --chunk 16 --slots 2 --temperature 1.5 --seed 5 --keep-cut"
     return ("distill", checkpoint, "--prompts", prompts, "--out", out, *drawing.split(), *more)
-
-
-def interrupt(monkeypatch, after: int) -> None:
-    """Ctrl-C when so many replies are complete."""
-    stream, ended = Engine.stream, []
-
-    def broken(*arguments, **options):
-        for piece in stream(*arguments, **options):
-            yield piece
-            ended.extend([1] * piece.ended)
-            if len(ended) == after:
-                raise KeyboardInterrupt
-
-    monkeypatch.setattr(Engine, "stream", broken)
 
 
 def test_samples_depend_on_seed_prompt_and_number_alone(checkpoint, prompts, tmp_path, monkeypatch):
     whole = tmp_path / "whole.jsonl"
     printed = run(*command(checkpoint, prompts, whole))
     assert printed.endswith(f"{whole}: 8 of 8 replies kept, the others are in {whole}.rejected\n")
-    expected = lines(whole)
+    expected = json_lines(whole)
     assert [(line["prompt"], line["sample"]) for line in expected] == [(p, s) for p in range(4) for s in range(2)]
     # Different samples of one prompt, of equal prompts too; one at a time, and fewer of them, they stay the same.
     texts = [line["reply_tokens"] for line in expected]
     assert len(set(texts)) == 8
     alone = tmp_path / "alone.jsonl"
     run(*command(checkpoint, prompts, alone, "--slots", 1, "-n", 1))
-    assert lines(alone) == expected[::2]
+    assert json_lines(alone) == expected[::2]
     # Shares: each process has its own, together they are the whole.
     shares = [tmp_path / f"{part}.jsonl" for part in (1, 2, 3)]
     for part, file in enumerate(shares, 1):
         run(*command(checkpoint, prompts, file, "--share", f"{part}/3"))
-    assert [{line["prompt"] for line in lines(file)} for file in shares] == [{0, 3}, {1}, {2}]
-    together = sorted((line for file in shares for line in lines(file)), key=lambda x: (x["prompt"], x["sample"]))
+    assert [{line["prompt"] for line in json_lines(file)} for file in shares] == [{0, 3}, {1}, {2}]
+    together = sorted((line for file in shares for line in json_lines(file)), key=lambda x: (x["prompt"], x["sample"]))
     assert together == expected
     # Interrupted twice, the same command ends with the same file.
     resumed = tmp_path / "resumed.jsonl"
@@ -86,7 +67,7 @@ def test_samples_depend_on_seed_prompt_and_number_alone(checkpoint, prompts, tmp
         run(*command(checkpoint, prompts, resumed), status=130)
     assert not resumed.exists()
     unfinished = tmp_path / "resumed.jsonl.unfinished"
-    before = len(lines(unfinished)) - 1
+    before = len(json_lines(unfinished)) - 1
     assert before in (2, 3)
     unfinished.write_text(unfinished.read_text() + '{"prompt": 3, "sam')  # a line that a kill cut off
     assert "holds replies of other content" in fails(*command(checkpoint, prompts, resumed, "--seed", 6))
@@ -98,7 +79,7 @@ def test_samples_depend_on_seed_prompt_and_number_alone(checkpoint, prompts, tmp
     assert resumed.read_bytes() == whole.read_bytes()
     other = tmp_path / "other.jsonl"
     run(*command(checkpoint, prompts, other, "--seed", 6))
-    assert [line["reply_tokens"] for line in lines(other)] != texts
+    assert [line["reply_tokens"] for line in json_lines(other)] != texts
 
 
 def test_samples_of_equal_prompts_and_shares():
@@ -123,7 +104,7 @@ def test_what_is_stored_of_a_reply(checkpoint, prompts, tmp_path):
     longest, ended = max(len(sample.tokens) for sample in samples), 0
     padded = np.array([np.pad(sample.tokens, (0, longest - len(sample.tokens))) for sample in samples])
     log_p = np.asarray(jax.nn.log_softmax(model(padded)))  # nothing sees the padding behind it
-    for line, sample, row in zip(lines(out), samples, log_p, strict=True):
+    for line, sample, row in zip(json_lines(out), samples, log_p, strict=True):
         assert line["kept"] is True
         prompt, reply = sample.tokens[: sample.boundary], sample.tokens[sample.boundary :]
         assert prompt.tolist() == tokenizer.encode(TEXTS[line["prompt"]])
@@ -211,14 +192,14 @@ def test_only_what_the_filter_keeps_is_data(checkpoint, prompts, tmp_path):
     script.write_text("import json, sys\nsys.exit(json.load(sys.stdin)['sample'])\n")
     printed = run(*command(checkpoint, prompts, out, "--filter", f"program:{sys.executable} {script}"))
     assert "4 of 8 replies kept" in printed
-    assert {line["sample"] for line in lines(out)} == {0}
-    refused = lines(tmp_path / "out.jsonl.rejected")
+    assert {line["sample"] for line in json_lines(out)} == {0}
+    refused = json_lines(tmp_path / "out.jsonl.rejected")
     assert {line["sample"] for line in refused} == {1}
     assert len(refused) == 4
     cut = tmp_path / "cut.jsonl"
     arguments = [word for word in command(checkpoint, prompts, cut) if word != "--keep-cut"]
     run(*arguments)
-    assert {line["ended_by"] for line in lines(cut)} <= {"end"}
+    assert {line["ended_by"] for line in json_lines(cut)} <= {"end"}
 
 
 def test_thinking_is_switched_by_the_template(checkpoint, prompts, tmp_path):

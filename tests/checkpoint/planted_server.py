@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from web_server import Requests, web_server
 
-from swa_jax.model.attention import LayerData, cast_parameters, kinds_of, layer_data, model_spec
+from swa_jax.model.attention import LayerData, kinds_of, layer_data, model_spec
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
@@ -120,11 +120,6 @@ def with_config(model: Decoder, **fields) -> Decoder:
     graph, wanted = nnx.split(nnx.eval_shape(lambda: Decoder(config, model.pattern, rngs=nnx.Rngs(0))))
     mine = dict(nnx.to_flat_state(nnx.state(model)))
     return nnx.merge(graph, nnx.from_flat_state({path: mine[path] for path, _ in nnx.to_flat_state(wanted)}))
-
-
-def in_bfloat16(model: Decoder) -> Decoder:
-    graph, state = nnx.split(model)
-    return nnx.merge(graph, cast_parameters(state, jnp.bfloat16))
 
 
 def with_noise(model: Decoder, size: float) -> Decoder:

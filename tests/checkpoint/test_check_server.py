@@ -2,20 +2,20 @@
 
 import contextlib
 import dataclasses
-import http.server
 import io
 import json
 import re
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
 import tiny_models
 from command_line import run
 from flax import nnx
-from planted_server import Planted, in_bfloat16, serving, with_config, with_noise
+from layer_letters import types_of
+from planted_server import Planted, serving, with_config, with_noise
+from web_server import Requests, web_server
 
 from swa_jax.checkpoint import check_server
 from swa_jax.checkpoint.canary import Size, choose_size, write_canary
@@ -25,7 +25,7 @@ from swa_jax.checkpoint.served_cache import Memory
 from swa_jax.model.config import ModelConfig, RopeScaling
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_stacks import layer_stacks
-from swa_jax.model.layer_types import FULL, WINDOW
+from swa_jax.model.layer_types import WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
 # Everything that a class may forget: windows, RoPE by layer and scaled, softcaps, scales, factors, norms, sink logits.
@@ -102,7 +102,7 @@ def decoding(model, **fields):
 
 
 def kinds(model, letters):
-    return pattern_of(model, layer_types=tuple({"F": FULL, "w": WINDOW}[letter] for letter in letters))
+    return pattern_of(model, layer_types=types_of(letters))
 
 
 def from_middle(t):
@@ -216,7 +216,7 @@ def five_digits(x):
 
 
 def rounded(model):
-    return Planted(in_bfloat16(model))
+    return Planted(tiny_models.in_bfloat16(model))
 
 
 def unrounded(model):
@@ -253,7 +253,7 @@ def test_a_fault_is_named_in_bfloat16(exported, model, name, speaks):
     fault = next(fault for m, n, fault in FAULTS if (m, n) == (model, name))
     planted = fault(right)
     code, found = check(
-        folder, dataclasses.replace(planted, model=in_bfloat16(planted.model), also=five_digits), speaks
+        folder, dataclasses.replace(planted, model=tiny_models.in_bfloat16(planted.model), also=five_digits), speaks
     )
     assert (code, found["nearest"]) == (check_server.WRONG, name), found["sentence"]
 
@@ -283,22 +283,15 @@ def test_who_cannot_be_asked(exported, tmp_path):
     assert found["sentence"].startswith("cannot tell: http://127.0.0.1:9/v1/models cannot be asked: ")
     for said in (b"[]", b'{"data": [{}]}', b'{"data": [{"id": "m"}], "choices": [1]}'):
 
-        class Handler(http.server.BaseHTTPRequestHandler):
+        class Says(Requests):
             def do_GET(self, said=said):
                 self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                self.send_response(200)
-                self.end_headers()
-                self.wfile.write(said)
+                self.say(said)
 
             do_POST = do_GET
 
-            def log_message(self, *_):
-                pass
-
-        with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-            code, found = answer(folder, "--url", f"http://127.0.0.1:{server.server_port}", "--json")
-            server.shutdown()
+        with web_server(Says) as url:
+            code, found = answer(folder, "--url", url, "--json")
         assert code == check_server.UNKNOWN
         assert found["sentence"].startswith("cannot tell: ")
     (tmp_path / "canary.json").write_text("{}")

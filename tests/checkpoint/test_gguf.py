@@ -11,6 +11,7 @@ import pytest
 from gguf.constants import GGMLQuantizationType
 from gguf_files import architecture_of, fused, write_gguf
 from golden_models import GOLDEN, MODELS, change_json, contents, hf_of, tensors_of, write_folder
+from layer_letters import letters_of
 
 from swa_jax.base.errors import CheckpointError, ConfigError
 from swa_jax.checkpoint.families import model_config
@@ -18,7 +19,6 @@ from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.checkpoint.gguf.hyperparameters import ARCHITECTURES, Metadata
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.tensor_names import expected_tensors
-from swa_jax.model.layer_types import FULL
 from swa_jax.model.layers import rope_frequencies
 
 # Goldens that no GGUF file can say: llama.cpp does not have them, or not their windows.
@@ -173,7 +173,7 @@ def test_windows_by_a_period_or_a_flag_a_layer(folder_of, tmp_path):
     ):
         file = write_gguf(tmp_path / "m.gguf", source, attention__sliding_window_pattern=pattern)
         found = open_checkpoint(import_model(file, tmp_path / f"{i}")).pattern
-        assert "".join("F" if kind == FULL else "w" for kind in found.layer_types) == letters
+        assert letters_of(found) == letters
     file = write_gguf(tmp_path / "m.gguf", source, attention__sliding_window_pattern=[True, False])
     with pytest.raises(CheckpointError, match="sliding_window_pattern must be true or false for each of the 5 layers"):
         import_model(file, tmp_path / "model")

@@ -1,7 +1,6 @@
 """`compare --for SERVER`: rows with the cache that their patterns take there, without those that it cannot run."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 
@@ -35,18 +34,9 @@ def test_rows_have_the_cache_as_served(memory, capsys):
 def test_what_a_method_chose_is_counted_under_the_window_of_scoring(memory):
     chosen = AttentionPattern.from_full_layers([2], 8, 64)
     wider = AttentionPattern.from_full_layers([2], 8, 4096)
-    named, method = _counted([row("a", chosen), row("nll", chosen, ratio=0.5, seed=0)], memory, 4096)
-    assert named["kv_cache_bytes"] == memory.bytes(chosen)
-    assert method["kv_cache_bytes"] == memory.bytes(wider) > memory.bytes(chosen)
-
-
-def test_the_cache_of_a_chosen_pattern_is_that_of_the_window_it_was_scored_under():
-    memory = SimpleNamespace(bytes=lambda pattern: pattern.sliding_window)
-    row = {
-        "name": "a",
-        "ratio": 0.5,
-        "pattern": json.loads(AttentionPattern.from_recipe("window", 2, sliding_window=9).to_json()),
-    }
-    named = {name: value for name, value in row.items() if name != "ratio"}
-    for rows, eval_window, expected in (([row], None, 9), ([row], 5, 5), ([named], 5, 9)):
-        assert [found["kv_cache_bytes"] for found in _counted(rows, memory, eval_window)] == [expected]
+    rows = [row("a", chosen), row("nll", chosen, ratio=0.5, seed=0)]
+    for window, expected in ((None, chosen), (4096, wider)):
+        named, method = _counted(rows, memory, window)
+        assert named["kv_cache_bytes"] == memory.bytes(chosen)
+        assert method["kv_cache_bytes"] == memory.bytes(expected)
+    assert memory.bytes(wider) > memory.bytes(chosen)

@@ -6,7 +6,7 @@ import signal
 import weakref
 
 import pytest
-from command_line import fails, run
+from command_line import fails, interrupt, json_lines, run
 from tiny_models import byte_checkpoint, make, with_template
 
 import swa_jax
@@ -35,10 +35,6 @@ def continuation(checkpoint, text: str, **options) -> str:
     return tokenizer.decode(new[0])
 
 
-def lines(file) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def test_prompts_and_replies_in_files(checkpoint, tmp_path, monkeypatch):
     texts = ["Hello, world. " * 4, "one", "All that is gold does not glitter. " * 2]
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "replies.jsonl"
@@ -51,25 +47,18 @@ def test_prompts_and_replies_in_files(checkpoint, tmp_path, monkeypatch):
     assert len(printed) == 6
     assert printed[0] != printed[1]  # two samples
     # Interrupted after three replies, and again after four: the same command ends with the same file.
-    stream, drawn = Engine.stream, []
-
-    def broken(*arguments, **options):
-        for piece in stream(*arguments, **options):
-            drawn.append(piece.ended)
-            yield piece
-            if sum(drawn) == 3:
-                raise KeyboardInterrupt
-
-    monkeypatch.setattr(Engine, "stream", broken)
-    run(*command, "--out", out, status=130)
+    with monkeypatch.context() as patch:
+        interrupt(patch, 3)
+        run(*command, "--out", out, status=130)
     assert not out.exists()
-    monkeypatch.setattr(Engine, "stream", stream)
     other = fails(*command, "--seed", 6, "--out", out)
     assert "holds replies of other content (other model, prompts or settings)" in other
     assert run(*command, "--out", out).endswith(f"{out}: 6 replies\n")
-    assert [(line["prompt"], line["sample"]) for line in lines(out)] == [(p, s) for p in range(3) for s in range(2)]
-    assert [line["text"] for line in lines(out)] == printed
-    assert {line["ended_by"] for line in lines(out)} <= {"length", "end"}
+    assert [(line["prompt"], line["sample"]) for line in json_lines(out)] == [
+        (p, s) for p in range(3) for s in range(2)
+    ]
+    assert [line["text"] for line in json_lines(out)] == printed
+    assert {line["ended_by"] for line in json_lines(out)} <= {"length", "end"}
     assert run(*command, "--out", out) == f"{out} is finished already\n"
     assert fails(*command, "--seed", 6, "--out", out).startswith(f"{out} is there already: remove it")
 
@@ -128,7 +117,7 @@ def test_a_stop_string_ends_a_reply(checkpoint, tmp_path):
     prompts.write_text("Hello\n")
     run("generate", checkpoint, "--prompts", prompts, *options, "--stop", "none", "--stop", stop, "--out",
         tmp_path / "out.jsonl")  # fmt: skip
-    (reply,) = lines(tmp_path / "out.jsonl")
+    (reply,) = json_lines(tmp_path / "out.jsonl")
     assert (reply["text"], reply["ended_by"]) == (expected, "stop")
     cut = next(n for n in range(1, 13) if stop in continuation(checkpoint, "Hello", max_new_tokens=n))
     assert reply["tokens"] == cut  # not those that were drawn with it

@@ -14,15 +14,11 @@ os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # of a driver, which need n
 os.environ["JAX_PLATFORMS"] = ""  # whatever there is: the plugin is registered, and the CPU computes
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from pallas_kernels import attention, decode_attention, routed_attention
-from pallas_kernels.math.spec import PerHead
-from pallas_kernels.pools import attend_over_pools
-
-from .test_gpu import CALLS, abstract_gpu, both_pools, loss_and_gradient
+from .suite import Call
+from .test_gpu import CALLS, abstract_gpu, program
 
 KILOBYTE = 1024
 # What XLA wants to know of a device, from NVIDIA's data sheets.
@@ -58,58 +54,26 @@ def target_config(name: str) -> str:
     """
 
 
-def programs(name: str):
-    """Functions to compile for a call, by name, and their arguments."""
-    call = CALLS[name]
-    learned, fixed = call.draw()
-    gate = {"gate": jnp.ones(learned["q"].shape[:2])}
-
-    def attend(learned):
-        return attention(**learned, spec=call.spec, **fixed, implementation="triton")
-
-    def route(learned):
-        return routed_attention(**learned, spec=call.spec, **fixed, implementation="triton")
-
-    def decode(learned):
-        q, k, v = (learned[x] for x in "qkv")
-        lengths = jnp.array([150, 20])
-        return decode_attention(q[:, :1], k, v, call.spec, lengths=lengths, implementation="triton")
-
-    def decode_pools(learned):
-        q, k, v = (learned[x] for x in "qkv")
-        whole, rings = both_pools(k, v)
-        return attend_over_pools(
-            q[:, :1],
-            whole,
-            call.spec,
-            PerHead(),
-            others=(rings, call.spec),
-            lengths=jnp.array([150, 20]),
-            implementation="triton",
-        )
-
-    yield name, loss_and_gradient(attend), learned
-    if not call.spec.causal or "ring" in call.options:
-        return
-    if call.spec.window is not None:
-        yield f"{name}, routed", loss_and_gradient(route), learned | gate
-    if call.segments is None:
-        yield f"{name}, decode", decode, learned
-        yield f"{name}, decode over pools", decode_pools, learned
+def kinds_of(call: Call):
+    """The ways to make a call, of `KERNELS`."""
+    yield "attention"
+    if call.spec.causal and "ring" not in call.options:
+        yield from ["routed"] * (call.spec.window is not None)
+        yield from ["decode 1", "pools 1"] * (call.segments is None)
 
 
 def main(device: str, names: list[str]) -> None:
     target = target_config(device)
     topology = topologies.get_topology_desc(device, "cuda", target_config=target, topology="1x1x1")
     place = SingleDeviceSharding(topology.devices[0])
-    for name in names or CALLS:
-        for what, function, arguments in programs(name):
-            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments)
-            start = time.process_time()
-            with jax.sharding.use_abstract_mesh(abstract_gpu(TARGETS[device][0])):
-                lowered = jax.jit(function).trace(shapes).lower(lowering_platforms=("cuda",))
-            lowered.compile()
-            print(json.dumps({"name": what, "seconds": round(time.process_time() - start, 1)}), flush=True)
+    for name, kind in [(one, kind) for one in names or CALLS for kind in kinds_of(CALLS[one])]:
+        function, arguments = program(name, kind)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments)
+        start = time.process_time()
+        with jax.sharding.use_abstract_mesh(abstract_gpu(TARGETS[device][0])):
+            lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
+        lowered.compile()
+        print(json.dumps({"name": f"{name}, {kind}", "seconds": round(time.process_time() - start, 1)}), flush=True)
 
 
 if __name__ == "__main__":

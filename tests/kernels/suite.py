@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import AttentionSpec, alibi_slopes, attention, blocks, gpu, routed_attention, xla
@@ -20,14 +21,13 @@ from pallas_kernels.tpu.calls import launches
 from pallas_kernels.tpu.decode import decode
 from pallas_kernels.tpu.schedule import documents
 
-from .tolerances import assert_close
+from .tolerances import assert_both_close
 
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
     name: str
     block: int | None = None  # forces this block size, so that short sequences have several blocks
-    missing: frozenset[str] = frozenset()  # options of `Call` that it refuses, by raising NotImplementedError
 
     def __str__(self) -> str:
         return self.name if self.block is None else f"{self.name}-block{self.block}"
@@ -145,6 +145,19 @@ class Call:
         return self.run("reference")
 
 
+@st.composite
+def packed_rows(draw, length, rows=1):
+    """Segment ids 1, 2, ... in runs, padding before or after."""
+    table = []
+    for _ in range(rows):
+        runs = draw(st.lists(st.integers(1, length), min_size=1, max_size=6))
+        row = [0] * draw(st.integers(0, length // 2))
+        for i, run in enumerate(runs, start=1):
+            row += [i] * run
+        table.append((row + [0] * length)[:length])
+    return np.array(table, np.int32)
+
+
 def set_parallel_dimensions(monkeypatch, count):
     """Makes that many of the leading dimensions of every grid parallel, instead of those that its kernel names."""
     real = pltpu.CompilerParams
@@ -209,16 +222,8 @@ def assert_matches_routed(call: Call, implementation: Implementation, *gates: np
     for actual, expected in zip(
         call.run_routed(implementation.name, *gates), call.run_routed("reference", *gates), strict=True
     ):
-        assert_close(actual[0], expected[0], call.dtype)
-        assert_close(actual[1], expected[1], call.dtype, gradient=True)
+        assert_both_close(actual, expected, call.dtype)
 
 
 def assert_matches_reference(call: Call, implementation: Implementation) -> None:
-    if implementation.missing & set(call.options):
-        with pytest.raises(NotImplementedError):
-            call.run(implementation.name)
-        return
-    values, gradients = call.run(implementation.name)
-    expected_values, expected_gradients = call.expected()
-    assert_close(values, expected_values, call.dtype)
-    assert_close(gradients, expected_gradients, call.dtype, gradient=True)
+    assert_both_close(call.run(implementation.name), call.expected(), call.dtype)

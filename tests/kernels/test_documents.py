@@ -18,6 +18,7 @@ from .suite import (
     assert_matches_reference,
     assert_matches_routed,
     gates,
+    packed_rows,
     quick_jit,
     seen_pairs,
 )
@@ -27,20 +28,8 @@ ROWS = tuple(map(tuple, PACKED))
 ONE_DOCUMENT = ((1,) * 50, (1,) * 41 + (0,) * 9)
 
 
-@st.composite
-def packed_rows(draw, length=64):
-    """[2, length] segment ids: padding, runs, padding."""
-    rows = []
-    for _ in range(2):
-        row = [0] * draw(st.integers(0, 20))
-        for i, run in enumerate(draw(st.lists(st.integers(1, length), min_size=1, max_size=5)), start=1):
-            row += [i] * run
-        rows.append((row + [0] * length)[:length])
-    return np.array(rows, np.int32)
-
-
 @FAST
-@given(ids=packed_rows(), block=st.sampled_from([8, 16]))
+@given(ids=packed_rows(64, rows=2), block=st.sampled_from([8, 16]))
 def test_bounds_are_those_of_every_pair_of_tokens(ids, block):
     where = coordinates(64, 64, q_segment_ids=ids)
     small = documents.small_block(block)

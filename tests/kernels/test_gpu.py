@@ -72,14 +72,6 @@ CALLS = {
 }
 
 
-def on_devices(names):
-    """Every variant for one device, the uncommon ones slow; a device decides sizes of tiles alone, so that others lower
-    one variant here, and compile all of them below."""
-    pairs = [(name, DEVICES[0], [] if name in COMMON else pytest.mark.slow) for name in names]
-    pairs += [(names[-1], device, pytest.mark.long) for device in DEVICES[1:]]
-    return pytest.mark.parametrize(("name", "device"), [pytest.param(*pair, marks=mark) for *pair, mark in pairs])
-
-
 def abstract_gpu(kind: str) -> AbstractMesh:
     """What makes JAX trace for a GPU although it is not there."""
     device = AbstractDevice(device_kind=kind, num_cores=None, platform="cuda")
@@ -101,42 +93,6 @@ def loss_and_gradient(function, *args):
     return both
 
 
-@on_devices([*CALLS])
-def test_attention_lowers(name, device):
-    learned, fixed = CALLS[name].draw()
-
-    def function(learned):
-        return attention(**learned, spec=CALLS[name].spec, **fixed, implementation="triton")
-
-    assert lowered(device, loss_and_gradient(function), learned).count(TARGET) == 3  # forward, dq, dk and dv
-
-
-@on_devices(["window", "full-heads", "packed", "sigmoid", "softmax-everything", "sigmoid-everything"])
-def test_routed_attention_lowers(name, device):
-    learned, fixed = CALLS[name].draw()
-    learned["gate"] = jnp.ones((2, 200))
-
-    def function(learned):
-        return routed_attention(**learned, spec=CALLS[name].spec, **fixed, implementation="triton")
-
-    assert lowered(device, loss_and_gradient(function), learned).count(TARGET) == 6  # window and outside
-
-
-@on_devices(["full", "full-heads", "softcap-alibi-sink-logits", "sigmoid", "head-dim-80", "float32"])
-@pytest.mark.parametrize("tokens", [1, 8])
-def test_decode_lowers(name, device, tokens):
-    learned, fixed = CALLS[name].draw()
-    arrays = learned | fixed
-    q, k, v = (arrays.pop(name) for name in "qkv")
-
-    def function(q, k, v, lengths):
-        return decode_attention(
-            q, k, v, CALLS[name].spec, lengths=lengths, starts=lengths // 2, **arrays, implementation="triton"
-        )
-
-    assert lowered(device, function, q[:, :tokens], k, v, jnp.array([150, 20])).count(TARGET) == 1
-
-
 def both_pools(k, v):
     """Caches [B, S, K, D] as a pool of whole sequences, and as one of rings that holds the last KV head."""
     heads = k.shape[2]
@@ -150,39 +106,66 @@ def both_pools(k, v):
     )
 
 
-@on_devices(["full", "window", "sink-tokens", "head-dim-80", "head-dim-256", "float32"])
-def test_decode_over_pools_lowers(name, device):
-    (q, k, v), _ = operands(CALLS[name])
+def program(name, kind):
+    """A function that makes a call in one of the ways of `KERNELS`, and its arguments."""
     spec = CALLS[name].spec
+    learned, fixed = CALLS[name].draw()
+    given = {"implementation": "triton", **fixed}
+    if kind in ("attention", "routed"):
+        if kind == "routed":
+            learned["gate"] = jnp.ones(learned["q"].shape[:2])
+        op = attention if kind == "attention" else routed_attention
+        return loss_and_gradient(lambda learned: op(**learned, spec=spec, **given)), [learned]
+    q, k, v = (learned.pop(x) for x in "qkv")
+    given |= learned
+    tokens, lengths, some = int(kind[-1]), jnp.array([150, 20]), jnp.array([True, False])
 
-    def function(q, k, v, lengths):
+    def decode(q, k, v, lengths):
+        return decode_attention(q, k, v, spec, lengths=lengths, starts=lengths // 2, **given)
+
+    def decode_ring(q, k, v, lengths, positions):
+        return decode_attention(q, k, v, spec, lengths=lengths, kv_positions=positions, **given)
+
+    def decode_pools(q, k, v, lengths):
         whole, rings = both_pools(k, v)
-        return attend_over_pools(
-            q,
-            whole,
-            spec,
-            PerHead(full_heads=jnp.array([True, False])),
-            others=(rings, spec),
-            lengths=lengths,
-            full_from=lengths // 2,
-            implementation="triton",
-        )
+        options = {"others": (rings, spec), "full_from": lengths // 2, "implementation": "triton"}
+        return attend_over_pools(q, whole, spec, PerHead(full_heads=some), lengths=lengths, **options)
 
-    assert lowered(device, function, q[:, :1], k, v, jnp.array([150, 20])).count(TARGET) == 1
+    if kind.startswith("ring"):
+        return decode_ring, [q[:, :tokens], k[:, :44], v[:, :44], lengths, jnp.zeros((2, 44), jnp.int32)]
+    return decode_pools if kind.startswith("pools") else decode, [q[:, :tokens], k, v, lengths]
 
 
-@on_devices(["window", "sink-tokens"])
-@pytest.mark.parametrize("tokens", [1, 8])
-def test_decode_over_a_ring_lowers(name, device, tokens):
-    (q, k, v), _ = operands(CALLS[name])
+KERNELS = {  # that each way to call takes
+    "attention": 3,  # forward, dq, dk and dv
+    "routed": 6,  # these of the window and of what lies outside
+    **dict.fromkeys(("decode 1", "decode 8", "pools 1", "ring 1", "ring 8"), 1),
+}
+DECODED = ("full", "full-heads", "softcap-alibi-sink-logits", "sigmoid", "head-dim-80", "float32")
+NAMES = {
+    "attention": (*CALLS,),
+    "routed": ("window", "full-heads", "packed", "sigmoid", "softmax-everything", "sigmoid-everything"),
+    "decode 1": DECODED,
+    "decode 8": DECODED,
+    "pools 1": ("full", "window", "sink-tokens", "head-dim-80", "head-dim-256", "float32"),
+    "ring 1": ("window", "sink-tokens"),
+    "ring 8": ("window", "sink-tokens"),
+}
 
-    def function(q, k, v, lengths, positions):
-        return decode_attention(
-            q, k, v, CALLS[name].spec, lengths=lengths, kv_positions=positions, implementation="triton"
-        )
 
-    ring = k[:, :44], v[:, :44], jnp.array([150, 20]), jnp.zeros((2, 44), jnp.int32)
-    assert lowered(device, function, q[:, :tokens], *ring).count(TARGET) == 1
+def on_devices():
+    """Every variant for one device, the uncommon ones slow; a device decides sizes of tiles alone, so that others lower
+    one variant here, and compile all of them below."""
+    for kind, names in NAMES.items():
+        for name in names:
+            yield pytest.param(kind, name, DEVICES[0], marks=[] if name in COMMON else pytest.mark.slow)
+        yield from (pytest.param(kind, names[-1], device, marks=pytest.mark.long) for device in DEVICES[1:])
+
+
+@pytest.mark.parametrize(("kind", "name", "device"), [*on_devices()])
+def test_every_call_lowers(kind, name, device):
+    function, arguments = program(name, kind)
+    assert lowered(device, function, *arguments).count(TARGET) == KERNELS[kind]
 
 
 @pytest.mark.long

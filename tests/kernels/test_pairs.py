@@ -14,7 +14,7 @@ from pallas_kernels.tpu.calls.launches import call_of, with_pairs
 from pallas_kernels.tpu.tile.pairs import LONGEST_WINDOW
 
 from .suite import LEFT_PADDED, PACKED, Call, Implementation, assert_matches_reference, with_gradients
-from .tolerances import assert_close
+from .tolerances import assert_both_close
 
 SIGMOID = ("alibi_slopes", "sigmoid_bias")
 CALLS = {
@@ -63,10 +63,7 @@ def test_the_kernels_rotate_pairs(distance, monkeypatch):
 
         return with_gradients(function)(learned)
 
-    values, gradients = run("tpu", rotation=rotation)
-    expected_values, expected_gradients = run("reference")
-    assert_close(values, expected_values, "float32")
-    assert_close(gradients, expected_gradients, "float32", gradient=True)
+    assert_both_close(run("tpu", rotation=rotation), run("reference"), "float32")
 
 
 def test_which_calls_are_taken_in_pairs():

@@ -21,7 +21,7 @@ from pallas_kernels.math.spec import PerHead, coordinates
 from pallas_kernels.tpu.decode.decode import decode_pool
 
 from .suite import PACKED, Call, Implementation, set_parallel_dimensions
-from .tolerances import assert_close
+from .tolerances import assert_both_close, assert_close
 
 STRICT = pltpu.InterpretParams(
     detect_races=True,
@@ -80,8 +80,7 @@ def strict_memories():
 def check(run, expected):
     with strict_memories():
         actual = jax.block_until_ready(run())
-    assert_close(actual[0], expected[0], "float32")
-    assert_close(actual[1], expected[1], "float32", gradient=True)
+    assert_both_close(actual, expected, "float32")
 
 
 def slow_but(*quick):

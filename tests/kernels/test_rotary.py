@@ -10,7 +10,7 @@ from pallas_kernels.math.rotary import Rotation, rotate
 from pallas_kernels.math.spec import Packing, PerHead, segment_positions
 
 from .suite import IMPLEMENTATIONS, Implementation, quick_jit
-from .tolerances import assert_close
+from .tolerances import assert_both_close, assert_close
 
 TPU = Implementation("tpu", block=16)
 LENGTH, HEADS, KV_HEADS = 50, 4, 2
@@ -112,10 +112,8 @@ def test_kernels_rotate_queries_and_rotate_gradients_back(name, how, monkeypatch
     positions = np.arange(LENGTH)[None] if ids is None else np.asarray(segment_positions(ids))
     rotating = rotation(positions, head_dim, rotated, interleaved, factor=1.1)
     options = spec, PerHead(**per_head), Packing(**packing), rotating, name.startswith("routed")
-    expected = outcome("reference", *options, drawn(head_dim))
-    found = outcome("tpu", *options, drawn(head_dim))
-    assert_close(found[0], expected[0], "float32")
-    assert_close(found[1], expected[1], "float32", gradient=True)
+    found, expected = (outcome(name, *options, drawn(head_dim)) for name in ("tpu", "reference"))
+    assert_both_close(found, expected, "float32")
 
 
 @pytest.mark.parametrize(
@@ -125,10 +123,8 @@ def test_heads_that_fill_no_register_are_rotated_before(implementation, monkeypa
     implementation.install(monkeypatch)
     rotating = rotation(np.arange(LENGTH)[None], 16, 16, False)
     options = AttentionSpec(11), PerHead(), Packing(), rotating, False
-    expected = outcome("reference", *options, drawn(16))
-    found = outcome(implementation.name, *options, drawn(16))
-    assert_close(found[0], expected[0], "float32")
-    assert_close(found[1], expected[1], "float32", gradient=True)
+    found, expected = (outcome(name, *options, drawn(16)) for name in (implementation.name, "reference"))
+    assert_both_close(found, expected, "float32")
 
 
 def test_rotating_in_the_kernel_rounds_less(monkeypatch):

@@ -20,7 +20,7 @@ from pallas_kernels.tpu.schedule.pair_schedule import reach_of, seen_tiles
 from pallas_kernels.tpu.tile.tiles import Call
 from pallas_kernels.tpu.window.geometry import blocks_back, window_steps, window_tiles
 
-from .suite import quick_jit, seen_pairs
+from .suite import packed_rows, quick_jit, seen_pairs
 
 FAST = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 BLOCKS = st.sampled_from([1, 5])  # few shapes, since JAX compiles its operations for each
@@ -42,19 +42,6 @@ def specs(draw, window=None, chunked=False):
         causal=draw(st.booleans()),
         chunked=chunked and draw(st.booleans()),
     )
-
-
-@st.composite
-def packed_rows(draw, length, rows=1):
-    """Segment ids 1, 2, ... in runs, padding before or after."""
-    table = []
-    for _ in range(rows):
-        runs = draw(st.lists(st.integers(1, length), min_size=1, max_size=6))
-        row = [0] * draw(st.integers(0, length // 2))
-        for i, run in enumerate(runs, start=1):
-            row += [i] * run
-        table.append((row + [0] * length)[:length])
-    return np.array(table, np.int32)
 
 
 @FAST

@@ -12,7 +12,7 @@ from pallas_kernels.gpu.loop_bounds import LoopBounds, loop_bounds
 from pallas_kernels.math.schedule import fully_visible_by_row, visited_by_row
 from pallas_kernels.math.spec import AttentionSpec, coordinates
 
-from .suite import quick_jit
+from .suite import packed_rows, quick_jit
 
 listed = quick_jit(loop_bounds)
 FAST = settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -80,12 +80,9 @@ def calls(draw):
     length = 4 * draw(st.sampled_from([1, 3, 6]))  # few shapes, since JAX compiles its operations for each
     options = {}
     if draw(st.booleans()):
-        row = [0] * draw(st.integers(0, 5))
-        for i, run in enumerate(draw(st.lists(st.integers(1, length), min_size=1, max_size=4)), start=1):
-            row += [i] * run
-        options["q_segment_ids"] = np.int32([(row + [0] * length)[:length]])
+        options["q_segment_ids"] = draw(packed_rows(length))
     if spec.window is not None and draw(st.booleans()):
-        options["full_from"] = np.int32([draw(st.lists(st.integers(0, length), min_size=4, max_size=4))])
+        options["full_from"] = np.int32([draw(st.lists(st.integers(0, length), min_size=6, max_size=6))])
     return spec, coordinates(length, length, **options)
 
 

@@ -17,3 +17,9 @@ def assert_close(actual, expected, dtype, *, gradient: bool = False) -> None:
         assert a.dtype == e.dtype
         a, e = (np.asarray(x.astype(jnp.promote_types(x.dtype, jnp.float32))) for x in (a, e))
         np.testing.assert_allclose(a, e, rtol=tolerance, atol=tolerance, err_msg=jax.tree_util.keystr(path))
+
+
+def assert_both_close(actual, expected, dtype) -> None:
+    """Of two pairs the values, and then the gradients."""
+    assert_close(actual[0], expected[0], dtype)
+    assert_close(actual[1], expected[1], dtype, gradient=True)

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from layer_letters import letters_of
 from safetensors.numpy import load_file
-from tiny_models import PLAIN
+from tiny_models import PLAIN, abstract_partition
 
 import swa_jax
 from swa_jax.base.errors import ConfigError
@@ -23,7 +24,7 @@ from swa_jax.model.layer_stacks import layer_stacks
 from swa_jax.model.layer_types import FULL, HYBRID, LINEAR, SWITCH, WINDOW
 from swa_jax.model.lora import LoraConfig, with_lora
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.model.sharding import AXES, Partition, ShardingRules, check_model
+from swa_jax.model.sharding import check_model
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "linear"
 CASES = sorted(folder.name for folder in GOLDEN.iterdir())
@@ -227,10 +228,9 @@ def test_bytes_of_a_cache(load):
 
 def test_recipes_count_and_change_attention_layers_alone(load):
     config = load("qwen3-5-eight").config
-    letters = {FULL: "F", WINDOW: "w", LINEAR: "L"}
 
     def of(recipe: str) -> str:
-        return "".join(letters[kind] for kind in AttentionPattern.from_recipe(recipe, config).layer_types)
+        return letters_of(AttentionPattern.from_recipe(recipe, config))
 
     assert of("full") == "LFLLLLFF"
     assert of("window") == "LwLLLLww"
@@ -293,6 +293,5 @@ def test_attention_layers_without_rotary_embeddings(load):
 
 
 def test_a_mesh_that_splits_sequences_is_refused(load):
-    partition = Partition(jax.sharding.AbstractMesh((1, 1, 1, 2, 1), AXES), ShardingRules())
     with pytest.raises(ConfigError, match=r"'mesh.context'.* is not made yet for models with linear layers"):
-        check_model(load("qwen3-5-four").config, partition)
+        check_model(load("qwen3-5-four").config, abstract_partition(context=2))

@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +11,6 @@ from flax import nnx
 from kernels.tolerances import assert_close
 from tiny_models import PARALLEL, base_model, make, model_of, random_prompts
 
-import swa_jax
 from pallas_kernels import dispatch
 from swa_jax.base.errors import ConfigError
 from swa_jax.model.cache import allocate, cache_bytes
@@ -276,18 +273,6 @@ def test_wrong_arguments(change, sentence):
 def test_more_than_the_memory_holds_is_refused():
     with pytest.raises(ConfigError, match=r"room for \d+ tokens take .* GiB are free: lower max_new_tokens"):
         generate(model_of("window"), [[1, 2, 3]], max_new_tokens=10**12)
-
-
-# ---- the package's surface ----
-
-
-def test_generate_is_exported_lazily():
-    assert swa_jax.generate is generate
-    code = (
-        "import sys, swa_jax, swa_jax.cli.main; assert 'jax' not in sys.modules; "
-        "swa_jax.generate; assert callable(swa_jax.generate)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # ---- the kernels of a GPU and of a TPU, interpreted ----

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from flax import nnx
+from layer_letters import letters_of
 from safetensors.numpy import load_file
 
 from swa_jax.checkpoint.families import apply_pattern, hf_config, hf_pattern, model_config
@@ -57,8 +58,7 @@ def test_the_cases_are_those_known():
 @pytest.mark.parametrize("case", CASES)
 def test_logits_with_the_pattern_of_the_config(load, case):
     model = load(case)
-    letters = {FULL: "F", WINDOW: "w"}
-    assert "".join(letters[kind] for kind in model.pattern.layer_types) == PATTERNS[case]
+    assert letters_of(model.pattern) == PATTERNS[case]
     np.testing.assert_allclose(logits(model, case), golden(case)["logits"], rtol=0, atol=TOLERANCE)
 
 

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from tiny_models import (
     BYTES,
@@ -22,6 +21,7 @@ from tiny_models import (
     SIGMOID,
     SOFTMAX,
     TWO_SHAPES,
+    abstract_partition,
 )
 
 from swa_jax.base.errors import ConfigError
@@ -36,7 +36,7 @@ from swa_jax.model.flops import matrix_parameters
 from swa_jax.model.lora import TARGETS, LoraConfig, with_lora
 from swa_jax.model.parameters import Parameter, declared, low_rank, parameters
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.model.sharding import AXES, Partition, check_model, state_shardings
+from swa_jax.model.sharding import check_model, state_shardings
 from swa_jax.train import optimizer
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.optimizer import OptimizerConfig, is_matrix, make_optimizer
@@ -124,11 +124,6 @@ def test_parameters_are_drawn_as_is_declared():
     assert float(model.embedding[...].std()) == pytest.approx(config.initializer_range, rel=0.1)
 
 
-def partition(**sizes):
-    """A partition over a mesh without devices: enough to look at shapes."""
-    return Partition(AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES))
-
-
 # ---- a row that is added is known everywhere ----
 
 
@@ -163,11 +158,11 @@ def test_a_new_row_has_names_layout_cost_and_group(gain):
     assert names.expected_tensors(config)["model.layers.0.self_attn.gain_proj.weight"] == (41, 24)
 
     tree = {"layers": {"attention": {"gain_proj": {"kernel": np.zeros(shape)}, "other": np.zeros(shape)}}}
-    places = state_shardings((tree, 0), partition(fsdp=4), config)[0]["layers"]["attention"]
+    places = state_shardings((tree, 0), abstract_partition(fsdp=4), config)[0]["layers"]["attention"]
     assert places["gain_proj"]["kernel"].spec == P(None, ("fsdp", "context"), ("tensor",))
     assert places["other"].spec == P()
     with pytest.raises(ConfigError, match=r"gain_proj.kernel, axis 2 \(mlp\), is 41 long and cannot be split"):
-        check_model(config, partition(tensor=2))
+        check_model(config, abstract_partition(tensor=2))
 
     assert is_matrix(tree, config)["layers"]["attention"] == {"gain_proj": {"kernel": True}, "other": False}
     assert LoraConfig(rank=3).factors(config).keys() == {
@@ -210,7 +205,7 @@ def test_a_row_of_experts_is_laid_out_and_orthogonalised_but_has_no_adapter(monk
     shape = (4, 3, 24, 40)  # [L, E, in, out]
     tree = {"layers": {"mlp": {"experts": {"kernel": np.zeros(shape, np.float32)}}}}
     config = dataclasses.replace(SOFTMAX, vocab_size=60)
-    (place,) = jax.tree.leaves(state_shardings(tree, partition(fsdp=4, tensor=2), config))
+    (place,) = jax.tree.leaves(state_shardings(tree, abstract_partition(fsdp=4, tensor=2), config))
     assert place.spec == P(None, None, ("fsdp", "context"), ("tensor",))
     axes = optimizer._muon_axes(tree, config)["layers"]["mlp"]["experts"]["kernel"]
     assert (axes.reduction_axis, axes.output_axis) == (2, 3)

@@ -1,4 +1,4 @@
-"""Patterns: recipes, JSON, other projects' words for them, and what they refuse."""
+"""Patterns: recipes, JSON, SWAA's words for them, and what they refuse."""
 
 import dataclasses
 import json
@@ -8,7 +8,6 @@ import pytest
 from tiny_models import PATTERNS, SOFTMAX, make
 
 from swa_jax.base.errors import ConfigError
-from swa_jax.checkpoint.families import hf_pattern
 from swa_jax.checkpoint.families.pattern_files import load_pattern
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern
@@ -202,7 +201,7 @@ def test_unreadable_json(tmp_path):
         AttentionPattern.from_json(broken)
 
 
-# ---- other projects' words ----
+# ---- SWAA's words ----
 
 
 def test_swaa_config():
@@ -214,36 +213,6 @@ def test_swaa_config():
     assert bare == make("ww", sliding_window=8)
     with pytest.raises(ConfigError, match=r"unknown key 'keep_frst'; did you mean 'keep_first'"):
         AttentionPattern.from_swaa_config({"keep_frst": 1}, 2)
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({"model_type": "llama"}, "FFFF"),
-        ({"model_type": "llama", "sliding_window": 8}, "FFFF"),
-        ({"model_type": "mistral", "sliding_window": 8}, "wwww"),
-        ({"model_type": "mistral", "sliding_window": None}, "FFFF"),
-        ({"model_type": "qwen2", "sliding_window": 8, "max_window_layers": 1}, "FFFF"),  # not switched on
-        ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, "Fwww"),
-        ({"model_type": "qwen3", "sliding_window": 8, "use_sliding_window": True}, "FFFF"),  # 28 by default
-        (
-            {"model_type": "qwen3", "sliding_window": 8, "use_sliding_window": True, "layer_types": [WINDOW, FULL] * 2},
-            "wFwF",
-        ),
-        ({"model_type": "ministral", "sliding_window": 8, "layer_types": [WINDOW, FULL] * 2}, "wFwF"),
-    ],
-)
-def test_hugging_face_config(config, expected):
-    pattern = hf_pattern(config | {"num_hidden_layers": 4})
-    assert pattern == make(expected, sliding_window=8 if "w" in expected else None)
-
-
-def test_hugging_face_layer_types_are_checked():
-    config = {"model_type": "ministral", "num_hidden_layers": 4, "sliding_window": 8}
-    with pytest.raises(ConfigError, match="layer_types has 3 entries for 4 layers"):
-        hf_pattern(config | {"layer_types": [FULL] * 3})
-    with pytest.raises(ConfigError, match=r"layer_types\[0\] is 'chunked_attention'; supported"):
-        hf_pattern(config | {"layer_types": ["chunked_attention"] * 4})
 
 
 # ---- what is refused ----

@@ -7,39 +7,20 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from python_process import EIGHT_DEVICES, python
-from tiny_models import WIDER
+from tiny_models import WIDER, abstract_partition
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.model.flops import attention_flops, matrix_parameters, train_flops_per_token, visible_keys
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.model.sharding import (
-    AXES,
-    MeshConfig,
-    Partition,
-    ShardingRules,
-    check_batch,
-    check_model,
-    mesh_shape,
-    state_shardings,
-)
+from swa_jax.model.sharding import MeshConfig, ShardingRules, check_batch, check_model, mesh_shape, state_shardings
 from swa_jax.train.loop import random_model
 from swa_jax.train.optimizer import OptimizerConfig, make_optimizer
 from swa_jax.train.step import init_state
 
 QUICK = EIGHT_DEVICES | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {EIGHT_DEVICES['XLA_FLAGS']}"}
 MODEL = dataclasses.replace(WIDER, vocab_size=60, num_hidden_layers=2)
-
-
-def abstract_partition(**sizes: int) -> Partition:
-    """A partition over a mesh whose devices are all the same one: enough to look at shapes."""
-    shape = tuple(sizes.get(axis, 1) for axis in AXES)
-    devices = np.broadcast_to(np.array(jax.devices()[:1]), (int(np.prod(shape)),)).reshape(shape)
-    if devices.size == 1:
-        return Partition(Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES)))
-    return Partition(jax.sharding.AbstractMesh(shape, AXES))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from command_line import fails, run
 from flax import nnx
 from planted import PLANTED, in_place_of_a_checkpoint, planted_examples, planted_mask, planted_model
 from plants import KV_HEADS, LAYERS, WINDOW_SIZE
-from tiny_models import BYTES, byte_checkpoint, make
+from tiny_models import BYTES, byte_checkpoint, in_bfloat16, make
 from typer.testing import CliRunner
 
 from swa_jax.base.errors import ConfigError
@@ -171,8 +171,7 @@ def test_rows_of_other_weights_data_and_options_are_not_taken(model, tmp_path):
     full = [("full", AttentionPattern.from_recipe("full", LAYERS))]
     scored(model, full, tmp_path)
     nudged = planted_model(noise=0.0021)  # the same answers
-    half = nnx.merge(*_half(model))
-    for other, options in ((nudged, {}), (half, {}), (model, {"weights": "another folder's"})):
+    for other, options in ((nudged, {}), (in_bfloat16(model), {}), (model, {"weights": "another folder's"})):
         rows, lines = scored(other, full, tmp_path, **options)
         assert (len(rows), len(lines)) == (1, 1)
         assert scored(other, full, tmp_path, **options)[1] == []
@@ -194,11 +193,6 @@ def test_rows_of_other_weights_data_and_options_are_not_taken(model, tmp_path):
     assert chosen == AttentionPattern.from_json(json.dumps(rows[1]["pattern"]))
     scored(model, full, tmp_path, **choose_by | {"window": Window(9)})  # its own again, though nothing is scored
     assert AttentionPattern.from_json(tmp_path / "patterns" / "dcam-0.5-seed-0.json").sliding_window == 9
-
-
-def _half(model):
-    graph, state = nnx.split(model)
-    return graph, nnx.map_state(lambda _, x: x.replace(x[...].astype("bfloat16")), state)
 
 
 def test_methods_do_not_choose_by_prompts_that_tell_nothing(model, tmp_path):

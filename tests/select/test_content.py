@@ -11,7 +11,7 @@ from command_line import run
 from flax import nnx
 from planted import planted_examples, planted_model
 from plants import KV_HEADS, LAYERS, WINDOW_SIZE
-from tiny_models import BYTES, SOFTMAX, byte_checkpoint, make
+from tiny_models import BYTES, SOFTMAX, byte_checkpoint, in_bfloat16, make
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.files import digest
@@ -73,8 +73,7 @@ def test_other_content_begins_anew_beside_what_is_kept(scorer, tmp_path):
         made = make_scorer(**options)
         made() if scorer is LayerScorer else made(np.ones((2, 1), bool))
 
-    graph, state = nnx.split(mute(0))
-    half = nnx.merge(graph, nnx.map_state(lambda _, x: x.replace(x[...].astype(jnp.bfloat16)), state))
+    half = in_bfloat16(mute(0))
     score()
     score(weights="a folder's")
     before = file.read_bytes()

@@ -1,4 +1,4 @@
-"""Learned gates: open and shut they are full and window attention; trained, they find planted heads."""
+"""Learned gates: open and shut they are full and window attention."""
 
 import dataclasses
 import functools
@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from kernels.tolerances import assert_close
-from plants import FULL_HEADS, KV_HEADS, LAYERS, WINDOW_SIZE, Plant, placement
 from tiny_models import MIXED, SANDWICH, SOFTMAX
 
 from swa_jax.evaluate import Example
@@ -21,7 +20,6 @@ from swa_jax.model.window import Window
 from swa_jax.select import gates as gates_module
 from swa_jax.select.gates import GATE, gate_gradient, gate_logits, gated_loss
 from swa_jax.select.heads import head_pattern
-from swa_jax.select.methods import rank_heads
 
 WINDOWED = AttentionPattern((WINDOW,) * 4, 4, 1)
 
@@ -129,14 +127,3 @@ def test_what_fills_up_a_batch_does_not_count():
 
 
 WINDOWED_ONE = AttentionPattern((WINDOW,), 4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["one a layer", *(pytest.param(n, marks=pytest.mark.long) for n in ("conjunctions", "redundant pairs"))]
-)
-def test_planted_heads_are_found(name):
-    plant = Plant(placement(name, 0))
-    share = FULL_HEADS / (LAYERS * KV_HEADS)
-    logits = gate_logits(plant.model(), plant.examples(16), Window(WINDOW_SIZE), full_share=share, batch_size=16)
-    assert plant.hits(rank_heads(logits, larger_is_local=False).first(1 - share)[0]) >= 0.95

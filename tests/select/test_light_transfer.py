@@ -3,22 +3,20 @@
 import dataclasses
 from types import SimpleNamespace
 
+import dense_scores
 import numpy as np
 import pytest
 from flax import nnx
 from planted import PLANTED, planted_examples, planted_model
 from plants import WINDOW_SIZE
 from tiny_models import PLAIN
-from whole_attention import whole_attention
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.evaluate import Example
-from swa_jax.evaluate.nll import answer_batches
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
-from swa_jax.select import Task, choose, lazy_ratios, light_transfer, static
-from swa_jax.select.light_transfer import lazy_ratio
+from swa_jax.select import Task, choose, lazy_ratios, light_transfer
 
 CONFIG = dataclasses.replace(PLAIN, num_hidden_layers=2, initializer_range=0.4)
 
@@ -26,14 +24,6 @@ CONFIG = dataclasses.replace(PLAIN, num_hidden_layers=2, initializer_range=0.4)
 @pytest.fixture(scope="module")
 def model():
     return Decoder(CONFIG, AttentionPattern.from_recipe("full", 2), rngs=nnx.Rngs(0))
-
-
-def dense_ratios(model, prompt, last, sinks, recent):
-    """[L], by whole T x T matrices."""
-    place = np.arange(len(prompt))
-    near = (place[:, None] - place < recent) | (place < sinks)
-    weights = np.asarray(whole_attention(model, prompt)[2], np.float64)
-    return (weights * near).sum(-1)[:, :, -last:].mean((1, 2))
 
 
 @pytest.mark.parametrize(
@@ -45,15 +35,10 @@ def test_the_ratio_is_that_of_whole_matrices(model, last, sinks, recent):
     prompts = [rng.integers(CONFIG.vocab_size, size=n).tolist() for n in (150, 97, 20)]  # one below 32 queries
     examples = [Example(prompt, [1, 2, 3], []) for prompt in prompts]
     got = lazy_ratios(model, examples, last_queries=last, num_sink_tokens=sinks, recent_keys=recent, batch_size=2)
-    wanted = np.array([dense_ratios(model, prompt, last, sinks, recent) for prompt in prompts])
+    wanted = np.array([dense_scores.lazy_ratios(model, prompt, last, sinks, recent) for prompt in prompts])
     np.testing.assert_allclose(got, wanted, atol=1e-5)
     assert wanted[:2].min() > 0.001
     assert wanted[:2].max() < 0.99
-
-
-def test_what_the_window_holds_is_all_lazy(model):
-    got = lazy_ratios(model, [Example([1] * 50, [2], [])])
-    np.testing.assert_allclose(got, 1, atol=1e-6)
 
 
 def test_lazy_layers_are_windowed(monkeypatch):
@@ -89,16 +74,3 @@ def test_bad_numbers_and_models_are_named(model):
     sigmoid = Decoder(config, AttentionPattern.from_recipe("full", 2), rngs=nnx.Rngs(0))
     with pytest.raises(ConfigError, match=r"LightTransfer scores layers of softmax.*sigmoid"):
         lazy_ratios(sigmoid, examples)
-
-
-def test_32k_tokens_take_less_than_2_gb():
-    config = dataclasses.replace(
-        CONFIG, hidden_size=256, intermediate_size=768, num_attention_heads=16, num_key_value_heads=8, head_dim=32
-    )
-    model = Decoder(config, AttentionPattern.from_recipe("full", 2), rngs=nnx.Rngs(0))
-    graph, weights = nnx.split(model)
-    ((_, batch),) = answer_batches([Example([1] * 32763, [2] * 5, [])], 1)
-    lowered = static.layer_statistics.lower(
-        graph, weights, batch.tokens, batch.segment_ids, (lazy_ratio, (32, 4, 1020))
-    )
-    assert lowered.compile().memory_analysis().temp_size_in_bytes < 2e9

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import fails, run
+from layer_letters import letters_of
 from tiny_models import byte_checkpoint
 
 import swa_jax
@@ -14,7 +15,7 @@ from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.cli.compare import Choice
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import score_answers
-from swa_jax.model.layer_types import FULL, LINEAR, WINDOW
+from swa_jax.model.layer_types import FULL, LINEAR
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.window import Window
 from swa_jax.select.compare import PatternComparison
@@ -23,7 +24,6 @@ from swa_jax.select.task import Task
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "linear" / "qwen3-5-eight"
 ATTENDING = (1, 6, 7)
-LETTERS = {FULL: "F", WINDOW: "w", LINEAR: "L"}
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +32,6 @@ def task(tmp_path_factory) -> Task:
     rng = np.random.default_rng(5)
     examples = [Example(rng.integers(0, 131, 40).tolist(), rng.integers(0, 131, 3).tolist(), []) for _ in range(4)]
     return Task(model, examples, Window(8, 0, False, 0), force=True)
-
-
-def letters(pattern: AttentionPattern) -> str:
-    return "".join(LETTERS[kind] for kind in pattern.layer_types)
 
 
 @pytest.mark.parametrize(("method", "options"), [("nll", {}), ("nll-greedy", {}), ("nll-gradient", {"tried": 3})])
@@ -49,7 +45,7 @@ def test_layers_are_chosen_by_the_loss_of_real_passes(task, method, options):
     windowed, losses = loss(()), [loss((layer,)) for layer in ATTENDING]
     (pattern,) = choose(method, task, [2 / 3], **options)
     assert pattern.full_layers == (ATTENDING[int(np.argmin(losses))],)
-    assert letters(pattern).replace("F", "w") == "LwLLLLww"
+    assert letters_of(pattern).replace("F", "w") == "LwLLLLww"
     scores = pattern.provenance["scores"]
     assert [layer for layer, score in enumerate(scores) if score is not None] == [*ATTENDING]
     np.testing.assert_allclose([scores[layer] for layer in ATTENDING], windowed - np.array(losses), atol=1e-4)
@@ -57,7 +53,7 @@ def test_layers_are_chosen_by_the_loss_of_real_passes(task, method, options):
 
 def test_shares_are_of_attention_layers(task):
     for method in ("interleave", "begin-middle-end", "random"):
-        found = [letters(pattern) for pattern in choose(method, task, [1, 2 / 3, 1 / 3, 0])]
+        found = [letters_of(pattern) for pattern in choose(method, task, [1, 2 / 3, 1 / 3, 0])]
         assert [row.count("F") for row in found] == [0, 1, 2, 3]
         assert {row.replace("F", "w") for row in found} == {"LwLLLLww"}
 
@@ -71,7 +67,7 @@ def test_layers_are_chosen_at_the_command_line(byte_tokenizer, tmp_path):
     needles = ("--window", 16, "--examples", 2, "--length", 320, "--batch-size", 2, "--force")
     run("select", "nll-gradient", model, "--budget", 1, *needles, "--out", tmp_path / "layer.json")
     pattern = AttentionPattern.from_json(tmp_path / "layer.json")
-    assert letters(pattern) in ("LFLw", "LwLF")
+    assert letters_of(pattern) in ("LFLw", "LwLF")
     said = fails("select", "kl", model, "--budget", 1, *needles, "--out", tmp_path / "other.json")
     assert "method 'kl' looks at the attention of every layer, and this model has linear layers" in said
     said = fails("adapt", model, tmp_path / "adapted", "--kv-budget", 0.5)

@@ -1,4 +1,5 @@
-"""Each method is declared once, and `select`, `compare` and `adapt` choose by one runner."""
+"""Each method is declared once, and `select`, `compare` and `adapt` choose by one runner; what some find of planted
+heads."""
 
 import json
 from pathlib import Path
@@ -10,6 +11,7 @@ from command_line import run
 from planted import in_place_of_a_checkpoint, planted_examples, planted_model
 from plants import KV_HEADS, LAYERS, WINDOW_SIZE, Unit
 
+from scripts.compare.plants import work
 from swa_jax.adapt.search import EFFORTS, Point, Search, fitting
 from swa_jax.adapt.tasks import EvalTask
 from swa_jax.base.errors import ConfigError
@@ -152,6 +154,21 @@ def test_of_equal_layers_the_lower_one_stays_full(model, monkeypatch):
     Scorer.mean[0] = np.nan
     with pytest.raises(ConfigError, match="finite"):
         choose("nll", task, [0.5])
+
+
+# By a method at a placement at least and at most so many. Of two heads that do the same, one at a time is not missed.
+HITS = [("kl", "whole layers", 1, 1), ("kl", "redundant pairs", 0, 0.99)]
+HITS += [("patching", "one a layer", 1, 1), ("patching-gradient", "one a layer", 1, 1)]
+LONG_HITS = [("kl", "conjunctions", 1, 1)]
+LONG_HITS += [("gates", name, 0.95, 1) for name in ("one a layer", "conjunctions", "redundant pairs")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "placement", "least", "most"), HITS + [pytest.param(*row, marks=pytest.mark.long) for row in LONG_HITS]
+)
+def test_planted_heads_are_found(method, placement, least, most):
+    assert least <= work(method, placement, seed=0, examples=16)["hits"] <= most
 
 
 TWOS = ((2, 0), (2, 1), (5, 2), (5, 3), (3, 0), (3, 1), (6, 2), (6, 3))

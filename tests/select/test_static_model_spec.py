@@ -2,7 +2,7 @@
 
 import dataclasses
 
-import jax
+import dense_scores
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -50,9 +50,8 @@ OWN = {
         "partial_rotary_factor": 0.5,
     },
 }
-EXAMPLES = [
-    Example(tokens[:-3], tokens[-3:], []) for tokens in [np.random.default_rng(0).integers(61, size=LENGTH).tolist()]
-]
+TOKENS = np.random.default_rng(0).integers(61, size=LENGTH).tolist()
+EXAMPLES = [Example(TOKENS[:-3], TOKENS[-3:], [])]
 
 
 def model_of(**changes):
@@ -66,63 +65,30 @@ def slow_but(names, fast):
 
 @pytest.fixture(scope="module", params=slow_but(OWN, ["all"]))
 def own(request):
-    """A model, its logits and its attention probabilities [L, H, T, T] under full attention."""
+    """A model, and its logits under full attention."""
     model = model_of(**OWN[request.param])
-    tokens = EXAMPLES[0].prompt + EXAMPLES[0].answer
-    logits, _, weights, _ = whole_attention(model, tokens)
-    plain = whole_attention(model_of(), tokens)[2]
+    logits, _, weights, _ = whole_attention(model, TOKENS)
+    plain = whole_attention(model_of(), TOKENS)[2]
     assert float(jnp.abs(weights - plain).max()) > 0.1  # what the variant changes can be seen
-    return model, np.asarray(logits), np.asarray(weights, np.float64)
-
-
-def by_group(scores):
-    return scores.reshape(2, 2, 2).mean(-1)  # [L, H] -> [L, K]
+    return model, np.asarray(logits)
 
 
 def test_the_model_computes_what_its_configuration_says(own):
-    model, logits, _ = own
-    tokens = EXAMPLES[0].prompt + EXAMPLES[0].answer
-    np.testing.assert_allclose(model(jnp.asarray([tokens]))[0], logits, atol=2e-4)
+    model, logits = own
+    np.testing.assert_allclose(model(jnp.asarray([TOKENS]))[0], logits, atol=2e-4)
 
 
-def test_in_window_mass_is_that_of_the_model(own):
-    model, _, weights = own
-    lag = np.subtract.outer(np.arange(LENGTH), np.arange(LENGTH))
-    wanted = np.where(lag < WINDOW, weights, 0).sum(-1).mean(-1)
-    got = static_scores(model, EXAMPLES, "dcam", Window(WINDOW))
-    np.testing.assert_allclose(got, by_group(wanted), atol=1e-5)
-
-
-def test_the_peak_is_that_of_the_model(own):
-    model, _, weights = own
-    wanted = 1 - np.minimum(1, np.argmax(weights[:, :, -1, ::-1], axis=-1) / LENGTH)
-    got = static_scores(model, EXAMPLES, "apl", Window(LENGTH))
-    np.testing.assert_allclose(got, by_group(wanted), atol=1e-6)
-
-
-def test_fisher_masses_are_those_of_the_model(own):
-    model, _, weights = own
-    tokens, begin = EXAMPLES[0].prompt + EXAMPLES[0].answer, len(EXAMPLES[0].prompt)
-
-    def loss(probes):
-        log_p = jax.nn.log_softmax(whole_attention(model, tokens, probes)[0])
-        return -log_p[np.arange(begin - 1, LENGTH - 1), jnp.asarray(EXAMPLES[0].answer)].mean()
-
-    slope = jax.grad(loss)(jnp.zeros(weights.shape))
-    phi = (np.asarray(slope, np.float64) * weights) ** 2
-    lag = np.subtract.outer(np.arange(LENGTH), np.arange(LENGTH))
-    wanted = np.where(lag < WINDOW, phi, 0).sum((2, 3)) / phi.sum((2, 3))
-    got = static_scores(model, EXAMPLES, "fisher", Window(WINDOW))
-    np.testing.assert_allclose(got, by_group(wanted), atol=1e-4)
+@pytest.mark.parametrize("method", dense_scores.SCORES)
+def test_scores_are_those_of_the_model(own, method):
+    window = LENGTH if method == "apl" else WINDOW
+    wanted = dense_scores.SCORES[method](own[0], EXAMPLES, window).reshape(2, 2, 2).mean(-1)  # [L, H] -> [L, K]
+    got = static_scores(own[0], EXAMPLES, method, Window(window), seed=dense_scores.SEED)
+    np.testing.assert_allclose(got, wanted, atol=1e-4 if method == "fisher" else 1e-5)
 
 
 def test_lazy_ratios_are_those_of_the_model(own):
-    model, _, weights = own
-    end = len(EXAMPLES[0].prompt)
-    place = np.arange(LENGTH)
-    near = (place[:, None] - place < WINDOW) | (place < SINKS)
-    wanted = (weights * near).sum(-1)[:, :, end - LAST : end].mean((1, 2))
-    got = lazy_ratios(model, EXAMPLES, last_queries=LAST, num_sink_tokens=SINKS, recent_keys=WINDOW)
+    wanted = dense_scores.lazy_ratios(own[0], EXAMPLES[0].prompt, LAST, SINKS, WINDOW)
+    got = lazy_ratios(own[0], EXAMPLES, last_queries=LAST, num_sink_tokens=SINKS, recent_keys=WINDOW)
     np.testing.assert_allclose(got[0], wanted, atol=1e-5)
 
 
@@ -132,14 +98,6 @@ def twins():
     kernel = folded.layers.attention.q_proj.kernel
     kernel[...] = kernel[...] * (SCALE * CONFIG.head_dim**0.5)
     return scaled, folded
-
-
-@pytest.mark.parametrize("method", slow_but(["qada", "proxy", "razor"], ["qada"]))  # the others are above
-def test_a_scale_scores_like_the_same_scale_in_the_weights(method):
-    scaled, folded = (static_scores(model, EXAMPLES, method, Window(WINDOW)) for model in twins())
-    np.testing.assert_allclose(scaled, folded, atol=1e-5)
-    plain = static_scores(model_of(), EXAMPLES, method, Window(WINDOW))
-    assert np.abs(plain - folded).max() > 1e-3
 
 
 @pytest.mark.parametrize("recipe", ["full", "streaming"])

@@ -1,8 +1,10 @@
 """A small configuration of each family, as Hugging Face writes it."""
 
+from layer_letters import types_of
+
 from swa_jax.checkpoint.families import model_config
 from swa_jax.model.config import ModelConfig
-from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
+from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
 SIZES = {"vocab_size": 40, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -18,6 +20,4 @@ def config_of(family: str, **keys) -> ModelConfig:
 
 
 def pattern_of(letters: str, **fields) -> AttentionPattern:
-    kinds = {"F": FULL, "w": WINDOW, "h": HYBRID, "S": SWITCH}
-    window = None if set(letters) == {"F"} else 9
-    return AttentionPattern(tuple(kinds[letter] for letter in letters), window, **fields)
+    return AttentionPattern(types_of(letters), None if set(letters) == {"F"} else 9, **fields)

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from layer_letters import letters_of
 from small_configs import SIZES, config_of, pattern_of
 
 from swa_jax.base.errors import ConfigError
@@ -13,10 +14,11 @@ from swa_jax.model.layer_types import FULL, WINDOW
 def test_patterns_of_hf_configs_with_absent_keys():
     def types(family: str, **keys) -> str:
         pattern = hf_pattern({"model_type": family, **SIZES, **keys})
-        return "".join("w" if kind == WINDOW else "F" for kind in pattern.layer_types) + str(pattern.sliding_window)
+        return letters_of(pattern) + str(pattern.sliding_window)
 
     assert types("mistral") == "www4096"  # the family's default window
     assert types("mistral", sliding_window=None) == "FFFNone"
+    assert types("llama") == "FFFNone"
     assert types("llama", sliding_window=9) == "FFFNone"  # Llama knows no windows
     # Hugging Face's classes of these families do not read the key.
     assert types("llama", sliding_window=9, layer_types=[WINDOW, FULL, FULL]) == "FFFNone"
@@ -26,6 +28,9 @@ def test_patterns_of_hf_configs_with_absent_keys():
     assert types("qwen2", sliding_window=9) == "FFFNone"
     assert types("qwen2", sliding_window=9, max_window_layers=1) == "FFFNone"  # stored, but not switched on
     assert types("qwen2", sliding_window=9, use_sliding_window=True, max_window_layers=1) == "Fww9"
+    switched_on = {"sliding_window": 9, "use_sliding_window": True}
+    assert types("qwen3", **switched_on) == "FFFNone"  # from layer 28 on by default
+    assert types("qwen3", **switched_on, layer_types=[WINDOW, FULL, WINDOW]) == "wFw9"
     assert types("ministral", sliding_window=9, layer_types=[FULL, WINDOW, FULL]) == "FwF9"
 
 
@@ -90,6 +95,14 @@ def test_another_family_that_computes_the_same_is_written(family, other, archite
     assert f"model_type changed from {family} to {other}" in notice
 
 
+def assert_types_are_kept(config, types):
+    """Under any window; where a full layer would get one, all layers are written full."""
+    for pattern, written in (("wFw", "wFw"), ("FFF", "FFF"), ("FFw", "FFF")):
+        hf, notice = apply_pattern(hf_config(config), pattern_of(pattern))
+        assert (model_config(hf), hf_pattern(hf), hf["layer_types"]) == (config, pattern_of(written), types)
+        assert (notice is not None) == (pattern != written)
+
+
 LOCAL = {"rope_parameters": {FULL: {"rope_theta": 1e6}, WINDOW: {"rope_theta": 1e4}}}
 
 
@@ -100,10 +113,7 @@ def test_rope_stays_with_the_layer_it_was_trained_in(family):
     config = config_of(family, **LOCAL, num_key_value_heads=2, layer_types=types, sliding_window=5)
     assert (config.rope_layers, config.rope_theta) == (("local", "global", "local"), 1e6)
     assert config.local_rope_theta == 1e4
-    for pattern, written in (("wFw", "wFw"), ("FFF", "FFF"), ("FFw", "FFF")):
-        hf, notice = apply_pattern(hf_config(config), pattern_of(pattern))
-        assert (model_config(hf), hf_pattern(hf), hf["layer_types"]) == (config, pattern_of(written), types)
-        assert (notice is not None) == (pattern != written)
+    assert_types_are_kept(config, types)
     plain = config_of(family, num_key_value_heads=2, rope_theta=1e4, rope_local_base_freq=1e4)
     hf, notice = apply_pattern(hf_config(plain), pattern_of("FFw"))
     assert (model_config(hf), hf_pattern(hf), notice) == (plain, pattern_of("FFw"), None)
@@ -117,10 +127,7 @@ def test_layers_without_rope_stay_those_it_was_trained_with(family):
     types = [WINDOW, FULL, WINDOW]
     config = config_of(family, num_key_value_heads=2, layer_types=types, sliding_window=5)
     assert config.rope_layers == ("global", "none", "global")
-    for pattern, written in (("wFw", "wFw"), ("FFF", "FFF"), ("FFw", "FFF")):
-        hf, notice = apply_pattern(hf_config(config), pattern_of(pattern))
-        assert (model_config(hf), hf_pattern(hf), hf["layer_types"]) == (config, pattern_of(written), types)
-        assert (notice is not None) == (pattern != written)
+    assert_types_are_kept(config, types)
     everywhere = config_of(family, num_key_value_heads=2, layer_types=[WINDOW] * 3)
     assert everywhere.rope_layers == ()
     nowhere = config_of(family, num_key_value_heads=2, layer_types=[FULL] * 3)

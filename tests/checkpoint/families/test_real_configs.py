@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from layer_letters import letters_of
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.families import apply_pattern, hf_config, hf_pattern, model_config
@@ -41,10 +42,6 @@ REFUSED = {
 def digest(tensors: dict[str, tuple[int, ...]]) -> str:
     lines = [f"{name} {'x'.join(map(str, shape))}" for name, shape in sorted(tensors.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def letters_of(pattern: AttentionPattern) -> str:
-    return "".join({FULL: "F", WINDOW: "w"}[kind] for kind in pattern.layer_types)
 
 
 def test_the_set_is_that_known():

@@ -167,6 +167,12 @@ OTHERS = [
         "max_window_layers must be a whole number, got 'x'",
     ),
     ("gemma3_text", {"num_hidden_layers": 10**30}, "num_hidden_layers must be at most 100000"),
+    ("olmo3", {"layer_types": [FULL] * 2}, "layer_types has 2 entries for 3 layers"),
+    (
+        "olmo3",
+        {"layer_types": ["chunked_attention"] * 3, "sliding_window": 8},
+        r"layer_types\[0\] is 'chunked_attention'; supported",
+    ),
     ("cohere", {"use_qk_norm": True}, "use_qk_norm .* is not supported"),
     ("cohere2", {"logit_scale": 0}, "logit_scale must be a number above 0, got 0"),
     ("cohere2", {"sliding_window": None}, "layer_types has sliding_attention, but sliding_window is null"),

@@ -2,17 +2,13 @@
 
 from pathlib import Path
 
-from swa_jax.model.layer_types import FULL, HYBRID, WINDOW
+from layer_letters import types_of
+
+from swa_jax.model.layer_types import FULL, HYBRID
 from swa_jax.model.pattern import AttentionPattern
 
 LICENSE = Path(__file__).parents[3] / "LICENSE"  # a text
-KINDS = {"F": FULL, "w": WINDOW, "h": HYBRID}
 SINKS, DECODE = {"num_sink_tokens": 3}, {"full_attention_decode": True}
-
-
-def types_of(letters: str, layers: int) -> tuple[str, ...]:
-    """The letters again and again, until every layer has one."""
-    return tuple(KINDS[letter] for letter in (letters * layers)[:layers])
 
 
 def made_pattern(letters: str, options: dict, layers: int, window: int) -> AttentionPattern:

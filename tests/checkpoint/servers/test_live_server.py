@@ -4,7 +4,8 @@ import functools
 import shutil
 
 import pytest
-from letter_patterns import DECODE, SINKS, types_of
+from layer_letters import types_of
+from letter_patterns import DECODE, SINKS
 from live import check_named
 from sized_models import LENGTH, write_model
 
@@ -18,7 +19,7 @@ GOLDENS = {"llama": "llama3-rope", "gemma2": "gemma2-hybrid", "gemma3": "gemma3-
 
 
 def types(letters):
-    return {"layer_types": [*types_of(letters, len(letters))]}
+    return {"layer_types": [*types_of(letters)]}
 
 
 def rope(**changes):

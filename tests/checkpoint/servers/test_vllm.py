@@ -16,7 +16,7 @@ from engine_answers import (
     logprobs_of,
 )
 from golden_models import GOLDEN
-from letter_patterns import types_of
+from layer_letters import types_of
 from sized_models import LENGTH, goldens
 
 from swa_jax import load_model
