@@ -90,19 +90,20 @@ class HarnessModel(LM):  # type: ignore[misc,unused-ignore]
     def generate_until(self, requests: Sequence[HarnessRequest], **_: Any) -> list[str]:
         """The text generated after each context, up to the first of its `until` strings or an end token."""
         texts = [""] * len(requests)
+        prompts = [self._context(request.args[0]) for request in requests]
         groups: dict[tuple[tuple[str, Any], ...], list[int]] = {}
         for number, request in enumerate(requests):
-            groups.setdefault(_sampling(request.args[1]), []).append(number)
+            options = _sampling(request.args[1])
+            new = dict(options)["max_new_tokens"]
+            self._check(len(prompts[number]) + new, f"a prompt with max_gen_toks = {new}")
+            groups.setdefault(options, []).append(number)
         stop = self.tokenizer.end_ids
         for options, numbers in groups.items():
-            prompts = {n: self._context(requests[n].args[0]) for n in numbers}
-            new = dict(options)["max_new_tokens"]
-            for prompt in prompts.values():
-                self._check(len(prompt) + new, f"a prompt with max_gen_toks = {new}")
             numbers.sort(key=lambda n: len(prompts[n]))
             for start in range(0, len(numbers), self.batch_size):
                 some = numbers[start : start + self.batch_size]
-                rows = generate(self.model, [prompts[n] for n in some], stop_tokens=stop, **dict(options))
+                # The seed is of the batch: a task that repeats its prompts wants other samples in each.
+                rows = generate(self.model, [prompts[n] for n in some], stop_tokens=stop, seed=start, **dict(options))
                 for n, row in zip(some, rows, strict=True):
                     texts[n] = cut_at(self.tokenizer.decode(row), _until(requests[n].args[1]))
         return texts
