@@ -179,6 +179,15 @@ def test_thinking_is_no_part_of_an_answer(text: str, begun: bool, answer: str) -
     assert after_thinking(text, begun) == answer
 
 
+def test_the_next_problem_is_no_part_of_an_answer(file, monkeypatch) -> None:
+    """Nor what a model without a chat template writes behind it."""
+    said = ["3 + 4 = 7.\n\nProblem: What is 2 + 2?\nSolution: 4", "1,000", "2"]
+    monkeypatch.setattr(question_scores, "_texts", lambda *_: said)
+    asked = problems(file)
+    _, records = question_scores.score_questions(None, Characters(), asked, max_length=999)
+    assert [(record["score"], record["answer"]) for record in records] == [(1, said[0]), (1, said[1]), (0, said[2])]
+
+
 def test_a_prompt_that_ends_inside_the_thinking_is_remembered(monkeypatch) -> None:
     said = ["2 or 7</think>It is 7.", "7, or", "7"]
     monkeypatch.setattr(question_scores, "_texts", lambda *_: said)
