@@ -311,9 +311,16 @@ def test_a_sweep_on_the_command_line(checkpoint, text, tmp_path):
     picture = Path(__file__).parents[2] / "docs" / "images" / "adapt-report.png"
     assert fails("text", checkpoint, picture) == f"{picture} is no text in UTF-8: save it as one, or name another file"
     assert "too few for sequences of 4096" in fails("text", checkpoint, text, "--lengths", "4096")
-    late = ("--pattern", "window", "--pattern", "full", "--window", 16, "--eval-windows", "8", "--lengths", "32")
-    assert "changes nothing" in fails("text", checkpoint, text, *late, "--out", tmp_path / "late")
-    assert not (tmp_path / "late" / "results.json").exists()  # before the first pattern is measured
+    assert "changes nothing" in fails(
+        "text", checkpoint, text, "--pattern", "full", "--eval-windows", "8", "--lengths", "32"
+    )
+
+
+def test_a_pattern_without_windows_is_refused_before_the_others_are_measured(checkpoint, text, tmp_path):
+    patterns = ("--pattern", "window", "--pattern", "full", "--window", 16)
+    said = fails("text", checkpoint, text, *patterns, "--eval-windows", 8, "--lengths", 32, "--out", tmp_path)
+    assert "a window of 8 changes nothing" in said
+    assert not (tmp_path / "results.json").exists()
 
 
 def test_routing_on_the_command_line(checkpoint, text, tmp_path):
