@@ -163,13 +163,13 @@ def contrast(
 ) -> tuple[Estimate, list[Estimate]]:
     """By how much one is better, paired: of the means over the seeds that both have, and of each seed.
 
-    Where no prompt tells the two apart, the interval is the first seed's: a bootstrap of zeros has none.
+    Where no prompt tells the two apart, the interval is the first seed's.
     """
     seeds = sorted(set(better) & set(worse))
     first, second = (np.array([one[seed] for seed in seeds]) for one in (better, worse))
     by = [measure.paired(a, b) for a, b in zip(first, second, strict=True)]
     whole = paired_score(measure.better * first.mean(0), measure.better * second.mean(0))
-    return (by[0] if whole.low == whole.high else whole), by
+    return (by[0] if np.ptp(first.mean(0) - second.mean(0)) == 0 else whole), by
 
 
 def verdict(whole: Estimate, seeds: Sequence[Estimate], both: Sequence[Estimate], ceiling: float, of: str) -> str:

@@ -153,15 +153,13 @@ def accuracy_interval(scores: ArrayLike) -> Estimate:
 def mean_score(scores: ArrayLike) -> Estimate:
     """The mean of `scores` [N]: with Wilson's interval if all are 0 or 1, else with that of `bootstrap`.
 
-    If all are from 0 to 1, so is the interval.
+    If all are from 0 to 1, so is the interval, and it has a width where they are all the same.
     """
     scores = np.asarray(scores, np.float64)
     if scores.size and np.isin(scores, (0, 1)).all():
         return accuracy_interval(scores)
     found = bootstrap(scores)
-    if found.low is None or found.high is None or scores.min() < 0 or scores.max() > 1:
-        return found
-    return Estimate(found.mean, max(0.0, found.low), min(1.0, found.high))
+    return found if scores.min() < 0 or scores.max() > 1 else _within(found, scores.size, 0.0)
 
 
 def paired_score(better: ArrayLike, worse: ArrayLike) -> Estimate:
@@ -169,8 +167,26 @@ def paired_score(better: ArrayLike, worse: ArrayLike) -> Estimate:
 
     Raises `ValueError`: as `paired_accuracy` where all scores are 0 or 1, else as `paired_bootstrap`.
     """
-    shares = np.isin([*np.ravel(better), *np.ravel(worse)], (0, 1)).all()
-    return (paired_accuracy if shares else paired_bootstrap)(better, worse)
+    scores = np.array([*np.ravel(better), *np.ravel(worse)], np.float64)
+    if np.isin(scores, (0, 1)).all():
+        return paired_accuracy(better, worse)
+    found = paired_bootstrap(better, worse)
+    return found if scores.min() < 0 or scores.max() > 1 else _within(found, scores.size // 2, -1.0)
+
+
+def _within(found: Estimate, count: int, least: float) -> Estimate:
+    """An estimate from `count` numbers between `least` and 1: its ends lie there too.
+
+    Numbers that are all the same give a bootstrap of width 0, which claims too much. As many others may differ as
+    Wilson's interval says of none in `count`; for 0s or 1s the result is Wilson's interval itself.
+    """
+    mean, low, high = found
+    if low is None or high is None:
+        return found
+    if high - low < 1e-9:
+        share = Z_95**2 / (count + Z_95**2)
+        low, high = mean - share * (mean - least), mean + share * (1 - mean)
+    return Estimate(mean, max(least, low), min(1.0, high))
 
 
 def detectable(difference: Estimate) -> float:

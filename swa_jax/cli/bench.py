@@ -12,6 +12,7 @@ import typer
 from typer import Argument, Option
 
 from swa_jax.base.errors import ConfigError
+from swa_jax.base.files import write_json
 from swa_jax.cli.groups import Options, expand
 from swa_jax.cli.options import (
     BatchSize,
@@ -204,14 +205,16 @@ def attention(
         return
     device = jax.devices()[0].device_kind
     results: list[dict[str, Any]] = []
+    report = {"device": device, "jax": jax.__version__, "rounds": rounds, "results": results}
     with counted("calls timed", len(cases), at_once=False) as advance:
         for case in cases:
             if search:
                 results += _search(case, rounds, write, not as_json)
             else:
                 results.append(_compare(case, rounds, device, not as_json))
+            if out is not None:
+                write_json(out, report)  # a later case may end the process
             advance(1)
-    report = {"device": device, "jax": jax.__version__, "rounds": rounds, "results": results}
     print_report(report, None, as_json)
     write_report(report, out, as_json)
 

@@ -24,6 +24,8 @@ TEMPLATE_FILE = "chat_template.jinja"
 NAMED_TEMPLATES = "additional_chat_templates"  # a folder of the other templates, each in the file NAME.jinja
 SECONDS, MEMORY = 10.0, 1 << 30  # what one rendering may take: processor time, and bytes of its process
 THINKING = "enable_thinking"  # what Qwen3's template and others call it
+# Of what is measured: prompts that hold today's date would be others tomorrow, and what is kept of them of no use.
+MEASURED_DAY = "2024-07-26"
 PROMPT = "{prompt}"  # where the question stands in a text around it
 REASONING = ("reasoning_content", "thinking", "reasoning")  # the first is what most templates read
 SAID = ("content", "tool_calls", *REASONING)  # a message has one of them
@@ -60,6 +62,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Sequence[dict[str, Any]] | None = None,
         documents: Sequence[dict[str, Any]] | None = None,
+        day: str | None = None,
         **options: Any,
     ) -> str:
         """The prompt for the next reply, as `apply_chat_template` of transformers makes it.
@@ -68,6 +71,7 @@ class ChatTemplate:
           messages: objects with a role, and content, tool calls or reasoning.
           tools: what may be called, as JSON schemas.
           documents: what may be read, each with a title and a text.
+          day: the date that the template is told, such as 2024-07-26; None: today's.
           options: the template's own, such as `enable_thinking`.
 
         Raises `ConfigError`: a message, tool or document has another form, or the template refuses them.
@@ -90,7 +94,7 @@ class ChatTemplate:
             **options,
         }
         template = "tool_use" if tools is not None and "tool_use" in self._names else "default"
-        return self._ask({"template": template, "values": values}, "refuses these messages")["text"]
+        return self._ask({"template": template, "values": values, "day": day}, "refuses these messages")["text"]
 
     def _ask(self, question: dict[str, Any], verdict: str) -> dict[str, Any]:
         """The answer of the process; what it refuses ends the sentence that `verdict` begins."""
@@ -244,7 +248,7 @@ def find_wrap(folder: str | Path, chat: bool | None, answers_at_once: bool = Tru
 
 
 def chat_wrap(folder: str | Path, thinking: bool | None = None, answers_at_once: bool = False) -> Wrap:
-    """The chat template of a model's folder around a question of the user.
+    """The chat template of a model's folder around a question of the user, on the day `MEASURED_DAY`.
 
     Args:
       thinking: as of `prompt_tokens`.
@@ -259,7 +263,8 @@ def chat_wrap(folder: str | Path, thinking: bool | None = None, answers_at_once:
         thinking = False
     options = thinking_options(template, thinking)
     plain, spaced = (
-        template.render([{"role": "user", "content": content}], **options) for content in (PROMPT, f"\n{PROMPT}\n")
+        template.render([{"role": "user", "content": content}], day=MEASURED_DAY, **options)
+        for content in (PROMPT, f"\n{PROMPT}\n")
     )
     if plain.count(PROMPT) != 1:
         raise ConfigError(
@@ -273,14 +278,14 @@ def chat_wrap(folder: str | Path, thinking: bool | None = None, answers_at_once:
 def chat_text(folder: str | Path, thinking: bool | None = None) -> Callable[..., str]:
     """The text of a chat by the template of a model's folder: of messages, and whether the next reply is to begin.
 
-    `add_generation_prompt=False` ends the text with the last message, which is then the beginning of a reply.
-    `thinking` and errors are as of `prompt_tokens`.
+    The day is `MEASURED_DAY`. `add_generation_prompt=False` ends the text with the last message, which is then the
+    beginning of a reply. `thinking` and errors are as of `prompt_tokens`.
     """
     template = _wanted_template(folder, "leave out --chat")
     options = thinking_options(template, thinking)
 
     def text(messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> str:
-        whole = template.render(messages, add_generation_prompt=add_generation_prompt, **options)
+        whole = template.render(messages, add_generation_prompt=add_generation_prompt, day=MEASURED_DAY, **options)
         if add_generation_prompt:
             return whole
         last = str(messages[-1].get("content", "")).strip()

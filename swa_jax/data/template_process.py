@@ -54,7 +54,9 @@ def read(sources: dict[str, str]) -> tuple[dict[str, jinja2.Template], list[str]
     return templates, sorted(set().union(*map(jinja2.meta.find_undeclared_variables, parsed)))
 
 
-def rendered(template: jinja2.Template, values: dict[str, Any]) -> str:
+def rendered(template: jinja2.Template, values: dict[str, Any], day: str | None) -> str:
+    if day is not None:
+        values = values | {"strftime_now": datetime.date.fromisoformat(day).strftime}
     text = template.render(values)
     if len(text) > LONGEST:
         raise ValueError(f"it writes {len(text)} characters")
@@ -77,7 +79,7 @@ def main(seconds: float, memory: int) -> None:
                 templates, reads = read(asked)
                 answer = {"reads": reads}
             else:
-                answer = {"text": rendered(templates[asked["template"]], asked["values"])}
+                answer = {"text": rendered(templates[asked["template"]], asked["values"], asked["day"])}
             data = json.dumps(answer)
         except MemoryError:
             data = json.dumps({"refused": f"it needs more than {memory >> 20} MB of memory"})

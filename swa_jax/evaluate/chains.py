@@ -46,7 +46,7 @@ class ChainCell:
 
 @dataclasses.dataclass(frozen=True)
 class ChainScore:
-    """How often a model answers the prompts of a cell, teacher-forced: the number is the likeliest token."""
+    """How often a model answers the prompts of a cell, teacher-forced: every token of the answer is the likeliest."""
 
     cell: ChainCell
     score: float  # share of right answers

@@ -57,8 +57,8 @@ def generate_answers(
     """Greedy answers to all examples, scored by string match (RULER); `stop_tokens` end one before `max_new_tokens`.
 
     Times are the median over the batches after the first of their shape, which compiles. If there are none, `timed`
-    runs the first batch once more; without it the times are NaN. Batches that `samples` knows are not run, and those
-    that are run are kept there. `advance` is called with how many more examples are done.
+    runs the first batch again, twice where that has to compile; without it the times are NaN. Batches that `samples`
+    knows are not run, and those that are run are kept there. `advance` is called with how many more examples are done.
 
     Raises:
       ConfigError: no examples.
@@ -83,8 +83,10 @@ def generate_answers(
         records += known
         advance(len(batch))
     warm = [run for i, run in enumerate(runs) if run.prompt_tokens in {r.prompt_tokens for r in runs[:i]}]
-    if timed and not warm:
-        warm = [_run_batch(model, examples[:batch_size], batch_size, max_new_tokens, max_length, stop_tokens)]
+    while timed and not warm:
+        again = _run_batch(model, examples[:batch_size], batch_size, max_new_tokens, max_length, stop_tokens)
+        warm = [run for run in [again] if run.prompt_tokens in {r.prompt_tokens for r in runs}]
+        runs.append(again)
     prefill_seconds, steps_per_second = (
         float(np.median(values)) if warm else float("nan")
         for values in ([run.prefill_seconds for run in warm], [run.decode_steps / run.decode_seconds for run in warm])

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from swa_jax.base.errors import ConfigError
+from swa_jax.data.reply_text import after_thinking
 
 # A list of {type, question, reference, unanswerable, answer} -> scores from 0 to 1.
 Judge = Callable[[Sequence[dict[str, Any]]], list[float]]
@@ -93,7 +94,7 @@ def endpoint_judge(url: str, model: str) -> Judge:
     who = f"the judge {model} at {url}"
 
     def judge(answers: Sequence[dict[str, Any]]) -> list[float]:
-        return [_verdict(ask(_prompt(answer)), who) for answer in answers]
+        return [_verdict(after_thinking(ask(_prompt(answer))), who) for answer in answers]
 
     def ask(prompt: str) -> str:
         body = {"model": model, "messages": [{"role": "user", "content": prompt}], "temperature": 0}

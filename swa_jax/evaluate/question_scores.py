@@ -55,7 +55,8 @@ def score_questions(
     both are counted in the scores, and neither happens unsaid. `keep` gets the records before the judge is asked,
     whose scores are then None, so that a judge that fails does not cost the answers. Answers that `samples` knows are
     not generated again, and the others are kept there. `advance` is called with how many more questions are answered or
-    left out. What a model thinks first (`<think>` to `</think>`) is in the records, and does not count.
+    left out. What a model thinks first (`<think>` to `</think>`) is in the records, and does not count. The judge is
+    tried with an empty answer before the first one is generated.
 
     Raises:
       ConfigError: a judge is needed and not given, or no question fits.
@@ -73,9 +74,11 @@ def score_questions(
             f"none of the {len(questions)} prompts fits max_length = {max_length}: raise it, or cut them in the middle"
         )
     advance(len(questions) - len(asked))
+    if judge is not None and (first := next((one for one, *_ in asked if one.score is None), None)):
+        judge([{**(first.judged or {}), "answer": ""}])  # one that fails is to do so now, and not after hours
     texts = _texts(model, tokenizer, asked, batch_size, samples, advance)
     begun = wrap.after.rfind(BEGIN_OF_THINKING) > wrap.after.rfind(END_OF_THINKING)
-    finals = [after_thinking(text, begun and question.chat) for (question, *_), text in zip(asked, texts, strict=True)]
+    finals = [_final(question, text, begun) for (question, *_), text in zip(asked, texts, strict=True)]
     records = [_record(*one, text, final) for one, text, final in zip(asked, texts, finals, strict=True)]
     keep(records)
     judged = [i for i, record in enumerate(records) if record["score"] is None]
@@ -84,6 +87,12 @@ def score_questions(
         for i, verdict in zip(judged, judge(told), strict=True):
             records[i]["score"] = verdict
     return _by_group(questions, records), records
+
+
+def _final(question: Question, text: str, begun: bool) -> str:
+    """What counts of an answer: not what the model thinks first, nor the next question that it may go on with."""
+    said = after_thinking(text, begun and question.chat)
+    return said if question.until is None else said.partition(question.until)[0]
 
 
 def _texts(

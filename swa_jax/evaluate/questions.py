@@ -33,6 +33,7 @@ class Question:
     score: Score | None  # None: a judge decides
     judged: dict[str, Any] | None = None  # what the judge is told, beside the answer
     first_line: bool = False  # only the answer's first line counts
+    until: str | None = None  # an answer counts up to here
     chat: bool = True  # a chat model's template goes around the prompt
     also: tuple[str, ...] = ()  # sets of questions, across the groups, that are also averaged over
 
@@ -98,7 +99,8 @@ def longbench(path: Path, prompts: Path) -> list[Question]:
     """LongBench's records, from one `.jsonl` or a folder of them, named after their data sets (`_e` at the end or not).
 
     Raises:
-      ConfigError: an unknown or Chinese data set, a data set without prompt, or a record without the fields needed.
+      ConfigError: an unknown or Chinese data set, a data set without prompt, or a record without the fields needed, or
+        with answers that are no texts.
     """
     templates: dict[str, str] = read_json(prompts)
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
@@ -119,13 +121,16 @@ def longbench(path: Path, prompts: Path) -> list[Question]:
             new, metric = _LONGBENCH[name]
             score: Score = getattr(metrics, metric)
             if metric == "classification":
-                score = functools.partial(metrics.classification, classes=_field(record, "all_classes", where))
+                score = functools.partial(metrics.classification, classes=_texts(record, "all_classes", where))
+            prompt, references = _fill(templates[name], record, where), _texts(record, "answers", where)
+            for reference in references:
+                score("", reference)  # one that cannot be compared with is to be told now, and not after hours
             questions.append(
                 Question(
                     benchmark="longbench",
                     group=name,
-                    prompt=_fill(templates[name], record, where),
-                    references=_field(record, "answers", where),
+                    prompt=prompt,
+                    references=references,
                     max_new_tokens=new,
                     score=score,
                     first_line=name in _FIRST_LINE,
@@ -138,19 +143,27 @@ def longbench(path: Path, prompts: Path) -> list[Question]:
 def longbench_v2(file: Path) -> list[Question]:
     """LongBench v2's multiple choices, grouped by domain, and also by difficulty and length.
 
-    Raises `ConfigError` for a record without the fields."""
+    Raises `ConfigError` for a record without the fields, or whose answer is no letter from A to D.
+    """
     return [
         Question(
             benchmark="longbench-v2",
             group=str(_field(record, "domain", where)),
             prompt=_fill(V2_PROMPT, record, where),
-            references=[_field(record, "answer", where)],
+            references=[_letter(record, where)],
             max_new_tokens=V2_TOKENS,
             score=metrics.choice,
             also=tuple(str(record[name]) for name in ("difficulty", "length") if name in record),
         )
         for where, record in _records(file)
     ]
+
+
+def _letter(record: dict[str, Any], where: str) -> str:
+    letter = _field(record, "answer", where)
+    if letter not in [*"ABCD"]:
+        raise ConfigError(f"{where}: the answer must be A, B, C or D, got {letter!r:.40}")
+    return str(letter)
 
 
 def longmemeval(file: Path) -> list[Question]:
@@ -212,6 +225,7 @@ def problems(file: Path, *, judged: bool = False) -> list[Question]:
                 prompt=_fill(PROBLEM_PROMPT, record, where),
                 references=[answer],
                 max_new_tokens=PROBLEM_TOKENS,
+                until="\nProblem:",  # models that do not chat go on with another one
                 score=None if judged else numbers.same_number,
                 judged={"type": "problem", "question": asked, "reference": answer, "unanswerable": False},
             )
@@ -246,6 +260,13 @@ def _field(record: dict[str, Any], name: str, where: str) -> Any:
     if name not in record:
         raise ConfigError(f"{where} has no field '{name}'")
     return record[name]
+
+
+def _texts(record: dict[str, Any], name: str, where: str) -> list[str]:
+    texts = _field(record, name, where)
+    if not (isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts)):
+        raise ConfigError(f"{where}: '{name}' must be a list of texts, at least one, got {texts!r:.40}")
+    return texts
 
 
 def _records(file: Path) -> list[tuple[str, dict[str, Any]]]:

@@ -93,9 +93,10 @@ def answer_routing(
         gates = _gates(*nnx.split(model), batch.tokens, batch.segment_ids, batch.full_from)  # [B, L, T]
         queries = np.asarray(batch.queries)
         chosen = np.take_along_axis(gates, queries[:, None], axis=2)  # [B, L, A]
-        gate[index] = chosen[: len(index)]
-        position[index] = queries[: len(index)]
-        weight[index] = np.asarray(batch.weights)[: len(index)]
+        longest = queries.shape[1]  # of this batch
+        gate[index, :, :longest] = chosen[: len(index)]
+        position[index, :longest] = queries[: len(index)]
+        weight[index, :longest] = np.asarray(batch.weights)[: len(index)]
         advance(len(index))
     gate = _with_static_layers(gate, model)
     return _routed(gate, keys_read(gate, position, model.pattern), position, weight)

@@ -71,7 +71,7 @@ def perplexity_sweep(
                 f"give a longer text or lengths from {least} to {total - 1}"
             )
     scores = []
-    models = [(model.pattern.sliding_window, model)]
+    models = [(None if model.pattern.is_full else model.pattern.sliding_window, model)]
     if windows is not None:
         models = [(window, model.with_pattern(with_window(model.pattern, window))) for window in windows]
     for window, measured in models:

@@ -186,13 +186,13 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def _slice_grid(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
+def _slice_grid(shape: tuple[int, ...], devices: Sequence[Any] | np.ndarray) -> np.ndarray:
     sizes = dict(zip(AXES, shape, strict=True))
     if sizes["fsdp"] * sizes["context"] == len(devices) and all(hasattr(device, "coords") for device in devices):
         # In this order the compiler gathers and scatters over the whole slice along all links at once; in that of
         # `create_device_mesh` it goes round one ring.
         return np.asarray(sorted(devices, key=lambda device: (device.coords, device.core_on_chip))).reshape(shape)
-    return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return mesh_utils.create_device_mesh(shape, list(devices), allow_split_physical_axes=True)
 
 
 def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, ...]:

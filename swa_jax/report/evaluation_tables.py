@@ -57,7 +57,7 @@ def chain_table(rows: Sequence[Row]) -> Table:
     """One line for every pattern, number of hops and of rivals, length and depth."""
     asked = "the sum of two numbers" if rows[0]["sums"] else "the number at a chain's end"
     notes = (
-        "95 % interval in brackets (Wilson). Teacher-forced: the number is the likeliest token.",
+        "95 % interval in brackets (Wilson). Teacher-forced: every token of the answer is the likeliest.",
         f"The statements of a chain stand at least {rows[0]['gap']} tokens apart.",
     )
     hops, rivals = number("Hops", "hops"), number("Rivals", "rivals")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -12,6 +13,7 @@ import rich.progress
 from rich.console import Console
 
 INTERVAL = 30.0  # seconds between two plain lines
+LINES = 10  # by which the time that is left is told: what is found of an earlier run says nothing of it
 
 
 class Progress:
@@ -44,7 +46,7 @@ class Progress:
         self.label, self.interval, self.clock, self.quiet, self.at_once = label, interval, clock, quiet, at_once
         self.console = Console(stderr=True) if console is None else console
         self.plain = not quiet and not self.console.is_terminal
-        self.first: tuple[int, float] | None = None  # what was done at the first update, and when that was
+        self.known = deque[tuple[int, float]](maxlen=LINES)  # what was done, and when that was: first, and in lines
         self.printed = self.printed_at = 0.0
         self.bar = rich.progress.Progress(
             rich.progress.TextColumn("{task.description}", markup=False),
@@ -65,15 +67,16 @@ class Progress:
         if not self.plain:
             return
         now = self.clock()
-        if self.first is None:
-            self.first = done, now
+        if not self.known:
             if not self.at_once:
+                self.known.append((done, now))
                 self.printed, self.printed_at = total, now  # as if the end had been said
                 return
         elif now - self.printed_at < self.interval and (done < total or self.printed == total):
             return
         self.printed, self.printed_at = done, now
         words = [f"{self.label} {done}/{total}", text, self._time_left(done, total, now), note]
+        self.known.append((done, now))
         self.say("  ".join(filter(None, words)))
 
     def say(self, text: str) -> None:
@@ -82,8 +85,7 @@ class Progress:
             self.console.print(text, markup=False, highlight=False, soft_wrap=True, emoji=False)
 
     def _time_left(self, done: int, total: int, now: float) -> str:
-        assert self.first is not None
-        start, began = self.first
+        start, began = self.known[0] if self.known else (done, now)
         if not start < done < total:  # nothing to go by, or nothing left
             return ""
         return f"ETA {duration((now - began) / (done - start) * (total - done))}"

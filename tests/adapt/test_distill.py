@@ -18,6 +18,7 @@ from swa_jax.adapt.reply_filters import find_filter
 from swa_jax.base.errors import ConfigError
 from swa_jax.data.distilled import read_distilled
 from swa_jax.data.tokenizer import load_tokenizer
+from swa_jax.model.engine import Engine
 from swa_jax.model.top_logprobs import top_logprobs
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking %}?{% else %}!{% endif %}"

@@ -140,9 +140,21 @@ def test_pairs_of_shares_have_an_interval_where_all_agree():
     tie = paired_score(always, always)
     assert tie.mean == 0
     assert tie.high == -tie.low == pytest.approx(1 - accuracy_interval(always).low)
-    assert paired_score(always, never + 0.5) == paired_bootstrap(always, never + 0.5)
+    parts = np.linspace(0, 1, 48)
+    assert paired_score(always, parts) == paired_bootstrap(always, parts)
     one = paired_score([1.0], [0.0])
     assert one.low < 0
+
+
+def test_scores_that_are_all_the_same_are_not_certain():
+    """Of parts of 1 as of 0s and 1s: a bootstrap of equal numbers has width 0."""
+    parts = np.tile([1.0, 0.75, 0.5], 16)
+    tie, always = paired_score(parts, parts), np.ones(48)
+    assert list(tie) == pytest.approx(list(paired_score(always, always)))
+    same = mean_score(np.full(48, 0.25))
+    assert list(same) == pytest.approx([0.25, 0.25 * accuracy_interval(always).low, 0.25 + 0.75 * tie.high])
+    assert mean_score([2.5, 2.5]).interval == [2.5, 2.5]  # nothing says how far such a number could lie
+    assert paired_score([0.5], [0.5]).interval is None
 
 
 # ---- groups ----

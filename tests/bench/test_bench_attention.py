@@ -250,6 +250,22 @@ def test_command_writes_json_and_a_table(tmp_path):
     assert [result["missing"] for result in row["results"]] == [None, None]
 
 
+def test_what_was_timed_outlives_a_case_that_ends_the_run(monkeypatch, tmp_path):
+    timed = []
+
+    def measure(case, contestants, rounds):
+        timed.append(case)
+        if len(timed) == 2:
+            raise KeyboardInterrupt
+        return timing.Row(case, ())
+
+    monkeypatch.setattr("swa_jax.bench.attention.measure", measure)
+    with pytest.raises(AssertionError):
+        run(*TINY, "--pass", "forward", "--window", 16, "--window", 0, "--out", tmp_path / "results.json")
+    (kept,) = json.loads((tmp_path / "results.json").read_text())["results"]
+    assert (kept["window"], len(timed)) == (16, 2)
+
+
 def test_dry_run_lists_every_case_and_runs_nothing(monkeypatch):
     monkeypatch.setattr(timing, "measure", None)
     lines = run("--dry-run", "--length", 512, "--length", 16384, "--window", 1024, "--window", 0).splitlines()

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.estimates import accuracy_interval
+from swa_jax.base.files import alone
 from swa_jax.checkpoint.folder import load_model
 from swa_jax.cli.main import app
 from swa_jax.data.tokenizer import load_tokenizer
@@ -27,7 +29,7 @@ from swa_jax.evaluate.ruler_scores import RulerScore, ruler_scores
 from swa_jax.evaluate.sweep import perplexity_sweep, with_window
 from swa_jax.model.flops import matrix_parameters
 from swa_jax.model.generate import generate
-from swa_jax.model.layer_types import HYBRID, WINDOW
+from swa_jax.model.layer_types import HYBRID, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
 
@@ -282,6 +284,14 @@ def test_a_sweep_refuses_what_would_be_cut_or_would_change_nothing(checkpoint):
         with_window(AttentionPattern.from_recipe("full", 2), 8)
 
 
+def test_a_window_that_no_layer_has_is_not_shown(checkpoint):
+    """As of --pattern full --pattern window --window 16."""
+    model = load_model(checkpoint).with_pattern(AttentionPattern.from_recipe("full", 2, sliding_window=16))
+    assert model.pattern.sliding_window == 16
+    (score,) = perplexity_sweep(model, [1] * 20, windows=None, lengths=[8])
+    assert score.window is None
+
+
 def test_a_sweep_on_the_command_line(checkpoint, text, tmp_path):
     out = tmp_path / "results"
     make("Fw", sliding_window=16).to_json(tmp_path / "Fw.json")
@@ -304,6 +314,13 @@ def test_a_sweep_on_the_command_line(checkpoint, text, tmp_path):
     assert "changes nothing" in fails(
         "text", checkpoint, text, "--pattern", "full", "--eval-windows", "8", "--lengths", "32"
     )
+
+
+def test_a_pattern_without_windows_is_refused_before_the_others_are_measured(checkpoint, text, tmp_path):
+    patterns = ("--pattern", "window", "--pattern", "full", "--window", 16)
+    said = fails("text", checkpoint, text, *patterns, "--eval-windows", 8, "--lengths", 32, "--out", tmp_path)
+    assert "a window of 8 changes nothing" in said
+    assert not (tmp_path / "results.json").exists()
 
 
 def test_routing_on_the_command_line(checkpoint, text, tmp_path):
@@ -396,6 +413,33 @@ def test_a_folder_tells_heads_apart(checkpoint, text, tmp_path):
     run("evaluate", "text", checkpoint, text, "--lengths", 32, *shared)
     AttentionPattern((WINDOW, HYBRID), 16, full_kv_heads=((), (0,))).to_json(file)
     assert fails("routing", checkpoint, *shared).startswith(f"{out} holds results of other content (other patterns)")
+    AttentionPattern((HYBRID, SWITCH), 16, full_kv_heads=((0,), ())).to_json(file)
+    said = run("evaluate", "text", checkpoint, text, "--lengths", 32, *shared, status=2)
+    assert f"{out} holds results of other content (other patterns)" in said
+
+
+def test_results_belong_to_the_content_of_files(checkpoint, tmp_path, monkeypatch):
+    """A text, or a model's chat template, may be another under the same name."""
+    sweep = importlib.import_module("swa_jax.evaluate.sweep")
+    score = sweep.SweepScore(None, 8, 2.0, None, 0.7, 9, 1, False)
+    monkeypatch.setattr(sweep, "perplexity_sweep", lambda *_, **__: [score])
+    model, text, out = tmp_path / "model", tmp_path / "text.txt", tmp_path / "out"
+    shutil.copytree(checkpoint, model)
+    text.write_text("All that is gold")
+    call = ("text", model, text, "--lengths", 8, "--out", out)
+    run("evaluate", *call)
+    assert f"{out} has these results already" in run("evaluate", *call)
+    text.write_text("does not glitter")
+    assert fails(*call).startswith(f"{out} holds results of `evaluate text` of other content (other file)")
+    text.write_text("All that is gold")
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    assert fails(*call).startswith(f"{out} holds results of other content (other checkpoint)")
+
+
+def test_a_folder_is_written_by_one_process_at_a_time(checkpoint, text, tmp_path):
+    with alone(tmp_path, "writing results to"):
+        said = fails("text", checkpoint, text, "--out", tmp_path)
+    assert said == f"another process is writing results to {tmp_path}: wait for it, or name another folder"
 
 
 def test_several_kinds_share_a_folder(checkpoint, text, tmp_path, monkeypatch):
@@ -411,14 +455,9 @@ def test_several_kinds_share_a_folder(checkpoint, text, tmp_path, monkeypatch):
     needles = ("needles", checkpoint, "--examples", 1, "--length", 320)
     run("evaluate", *needles, *out)
     results = json.loads((tmp_path / "results.json").read_text())
-    assert set(results) == {"model", "weights", "yarn", "dtype", "patterns", "settings", "perplexity_sweep", "rows"}
-    assert results["settings"]["text"] == {
-        "file": str(text),
-        "lengths": "32",
-        "eval_windows": None,
-        "batch_size": 16,
-        "seed": 0,
-    }
+    assert set(results) == {"model", "checkpoint", "yarn", "dtype", "patterns", "settings", "perplexity_sweep", "rows"}
+    assert results["settings"]["text"].pop("file").startswith(f"{text} (")
+    assert results["settings"]["text"] == {"lengths": "32", "eval_windows": None, "batch_size": 16, "seed": 0}
     before = (tmp_path / "results.json").read_bytes()
     for call in (needles, ("text", checkpoint, text, "--lengths", 32)):
         assert run("evaluate", *call, *out).endswith(f"{tmp_path} has these results already\n")

@@ -1,5 +1,6 @@
 """`swa-jax evaluate` by RULER's other tasks, on problems, and in a model's chat template."""
 
+import datetime
 import json
 import shutil
 import sys
@@ -15,7 +16,7 @@ import swa_jax
 from swa_jax.base.errors import ConfigError
 from swa_jax.cli.evaluate.around import Around
 from swa_jax.cli.evaluate.ruler import RulerPrompts
-from swa_jax.data.chat import PROMPT, Wrap, chat_wrap, prompt_tokens
+from swa_jax.data.chat import PROMPT, Wrap, chat_text, chat_wrap, load_chat_template, prompt_tokens
 from swa_jax.data.prompt_file import Prompt
 from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.evaluate import needle_examples
@@ -77,6 +78,16 @@ def test_a_template_brings_its_start_token_itself(talking) -> None:
         assert len(example.prompt) + len(example.answer) == 600
         needle = f"\nOne of the special magic numbers for {example.meta['key']}"
         assert WithStart().decode(example.prompt[example.meta["needle_start"] :]).startswith(needle)
+
+
+def test_what_is_measured_is_the_same_tomorrow(tmp_path) -> None:
+    """Templates such as that of Llama 3.2 write the date."""
+    (tmp_path / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y') }}: {{ messages[0].content }}")
+    assert chat_wrap(tmp_path).before == "26 Jul 2024: "
+    said = [{"role": "user", "content": "hi"}]
+    assert chat_text(tmp_path)(said) == "26 Jul 2024: hi"
+    today = f"{datetime.datetime.now():%Y}"
+    assert f"{today}: hi" in load_chat_template(tmp_path).render(said)  # what is generated is of today
 
 
 def test_what_does_not_go_together_is_one_sentence(checkpoint, talking, tmp_path) -> None:

@@ -118,11 +118,14 @@ def test_texts_end_at_the_first_until(lm: HarnessModel) -> None:
     assert len(set(lm.generate_until(requests(*[("One", drawn)] * 6)))) == 6
 
 
-def test_nothing_is_cut_and_unknown_settings_are_refused(lm: HarnessModel) -> None:
+def test_nothing_is_cut_and_unknown_settings_are_refused(lm: HarnessModel, monkeypatch) -> None:
+    monkeypatch.setattr(
+        "swa_jax.evaluate.harness.write_replies", None
+    )  # what is refused is refused before the first answer
     with pytest.raises(ConfigError, match="takes 67 tokens, more than max_length = 64"):
         lm.loglikelihood(requests(("a" * 60, "b" * 7)))
     with pytest.raises(ConfigError, match="max_gen_toks = 10 takes 70 tokens"):
-        lm.generate_until(requests(("a" * 60, {"max_gen_toks": 10})))
+        lm.generate_until(requests(("a", {"max_gen_toks": 5}), ("a" * 60, {"max_gen_toks": 10})))
     with pytest.raises(ConfigError, match="generation option 'num_beams' is not supported"):
         lm.generate_until(requests(("a", {"num_beams": 4})))
     with pytest.raises(ConfigError, match="has no task 'no_such_task'"):

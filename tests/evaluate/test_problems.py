@@ -179,6 +179,29 @@ def test_thinking_is_no_part_of_an_answer(text: str, begun: bool, answer: str) -
     assert after_thinking(text, begun) == answer
 
 
+def test_the_next_problem_is_no_part_of_an_answer(file, monkeypatch) -> None:
+    """Nor what a model without a chat template writes behind it."""
+    said = ["3 + 4 = 7.\n\nProblem: What is 2 + 2?\nSolution: 4", "1,000", "2"]
+    monkeypatch.setattr(question_scores, "_texts", lambda *_: said)
+    asked = problems(file)
+    _, records = question_scores.score_questions(None, Characters(), asked, max_length=999)
+    assert [(record["score"], record["answer"]) for record in records] == [(1, said[0]), (1, said[1]), (0, said[2])]
+
+
+def test_a_judge_is_tried_before_the_first_answer(file, monkeypatch) -> None:
+    monkeypatch.setattr(question_scores, "_texts", None)
+    tried = []
+
+    def judge(answers):
+        tried.append(answers)
+        raise ConfigError("out of order")
+
+    with pytest.raises(ConfigError, match="out of order"):
+        question_scores.score_questions(None, Characters(), problems(file, judged=True), max_length=999, judge=judge)
+    ((told,),) = tried
+    assert (told["reference"], told["answer"]) == ("7", "")
+
+
 def test_a_prompt_that_ends_inside_the_thinking_is_remembered(monkeypatch) -> None:
     said = ["2 or 7</think>It is 7.", "7, or", "7"]
     monkeypatch.setattr(question_scores, "_texts", lambda *_: said)

@@ -176,6 +176,21 @@ def test_files_that_do_not_fit_say_where(files) -> None:
     prompts.write_text('{"musique": "{context}"}')
     with pytest.raises(ConfigError, match=r"musique.jsonl, record 0 has no field 'context'"):
         longbench(bench / "musique.jsonl", prompts)
+    for answers, message in (
+        ("Ann", "'answers' must be a list of texts, at least one, got 'Ann'"),
+        ([], "'answers' must be a list of texts"),
+        ([7], "'answers' must be a list of texts"),
+    ):
+        (bench / "musique.jsonl").write_text(json.dumps({"context": "x", "answers": answers}))
+        with pytest.raises(ConfigError, match=f"record 0: {message}"):
+            longbench(bench / "musique.jsonl", prompts)
+    (bench / "passage_retrieval_en.jsonl").write_text(json.dumps({"context": "x", "answers": ["twelve"]}))
+    prompts.write_text('{"passage_retrieval_en": "{context}"}')
+    with pytest.raises(ConfigError, match="names no paragraph"):
+        longbench(bench / "passage_retrieval_en.jsonl", prompts)
+    (files / "v2.json").write_text((files / "v2.json").read_text().replace('"C"', '"c"'))
+    with pytest.raises(ConfigError, match="record 0: the answer must be A, B, C or D, got 'c'"):
+        longbench_v2(files / "v2.json")
     (files / "v2.json").write_text("{broken")
     with pytest.raises(ConfigError, match="line 1 is not valid JSON"):
         longbench_v2(files / "v2.json")
@@ -305,7 +320,7 @@ def test_a_judge_behind_an_endpoint(endpoint, monkeypatch) -> None:
     monkeypatch.setattr("swa_jax.evaluate.judges.time.sleep", lambda _: None)
     told = {"type": "multi-session", "question": "Which city?", "reference": "Oslo", "unanswerable": False}
     judge = find_judge(f"{url}#small")
-    replies += [says("Yes."), (503, "busy"), (429, "slow down"), says(" no\n")]
+    replies += [says("<think>It names Oslo. No?</think>\n\nYes."), (503, "busy"), (429, "slow down"), says(" no\n")]
     answers = [told | {"answer": "Oslo {it is}"}, told | {"answer": "I cannot know", "unanswerable": True}]
     assert judge(answers) == [1, 0]
     path, key, body = asked[0]
@@ -336,6 +351,7 @@ def test_questions_on_the_command_line(checkpoint, files) -> None:
     options = ("--longmemeval", files / "memory.json", "--judge", judge, "--max-length", 800, "--out", out)
     output = run(checkpoint, *options)
     assert "multi-session" in output
+    assert "sequences of 800 tokens are longer than the model's context of 128" in output
     results = json.loads((out / "results.json").read_text())
     assert [(r["group"], r["score"], r["num_questions"]) for r in results["questions"]] == [
         ("multi-session", 0.5, 2),
@@ -344,8 +360,12 @@ def test_questions_on_the_command_line(checkpoint, files) -> None:
     ]
     assert [r["score"] for r in json.loads((out / "answers.json").read_text())["own"]] == [1, 0]
     assert "needs --longbench-prompts" in run(checkpoint, "--longbench", files / "longbench", status=2)
+    trial, failed = files / "trial", files / "failed"
     fails = script(files, "sys.exit('out of order')")
-    failed = files / "failed"
+    options = ("--longmemeval", files / "memory.json", "--judge", fails, "--max-length", 800, "--out", trial)
+    assert "out of order" in run(checkpoint, *options, status=2)
+    assert not (trial / "samples.jsonl").exists()  # it is tried before a model answers
+    fails = script(files, "if answers[0]['answer']: sys.exit('out of order')\nprint('no')")
     options = ("--longmemeval", files / "memory.json", "--judge", fails, "--max-length", 800, "--out", failed)
     assert "out of order" in run(checkpoint, *options, status=2)
     kept = json.loads((failed / "answers.json").read_text())["own"]  # what the model said is not lost

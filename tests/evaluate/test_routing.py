@@ -96,6 +96,16 @@ def test_answers_are_counted_at_the_queries_that_predict_them() -> None:
     assert report.by_depth["t, 30 tokens"][1][1].mean == pytest.approx(ratios[2].mean())
 
 
+def test_long_and_short_answers_are_counted_together() -> None:
+    """They go through the model in batches of their own."""
+    rng = np.random.default_rng(3)
+    examples = [Example([1, 2, 3], rng.integers(0, 64, length).tolist(), ["?"]) for length in (3, 70)]
+    model = routed([0, 0, 0, 0], weight=5.0)
+    together, apart = answer_routing(model, examples), [answer_routing(model, [one]) for one in examples]
+    assert together.full_ratio.mean == pytest.approx(np.mean([one.full_ratio.mean for one in apart]))
+    assert together.keys_read.mean == pytest.approx(np.mean([one.keys_read.mean for one in apart]))
+
+
 def test_head_hybrids_read_by_the_share_of_their_full_heads() -> None:
     pattern = dataclasses.replace(make("wwww", sliding_window=4), num_sink_tokens=1)
     got = keys_read(np.array([[[0.5], [1.0]]]), np.array([[9]]), pattern)

@@ -95,6 +95,10 @@ def test_an_interrupted_measurement_goes_on(model, tokenizer, runs, tmp_path):
     np.testing.assert_array_equal(scores.nll, likelihood.nll)
     np.testing.assert_array_equal(scores.right, likelihood.right)
     assert {kind: runs[kind] - before[kind] for kind in runs} == {"answer": 2, "likelihood": 1}
+    before = dict(runs)
+    timed = generate_answers(model, tokenizer, asked, max_new_tokens=4, batch_size=2, samples=Samples(file))
+    assert runs["answer"] == before["answer"] + 2  # of what is known: one batch compiles, and is then timed
+    assert timed.prefill_seconds > 0
     lines = [json.loads(line) for line in file.read_text().splitlines() if not line.endswith('"0')]
     assert len(lines) == 14
     assert {line["kind"] for line in lines} == {"answer", "likelihood"}

@@ -38,6 +38,16 @@ def test_without_a_terminal_a_line_at_the_first_step_then_every_30_seconds_and_a
     ]
 
 
+def test_what_is_found_says_nothing_of_the_time_that_is_left():
+    progress, clock, file = shown(False)
+    with progress:
+        progress.update(1, 1000)
+        for done in range(900, 920):  # found within a second, and then one in a minute
+            progress.update(done, 1000)
+            clock.now += 60
+    assert file.getvalue().splitlines()[-1] == "step 919/1000  ETA 1 h 21 min"
+
+
 def test_what_is_over_soon_prints_no_line():
     progress, clock, file = shown(False, at_once=False)
     with progress:

@@ -21,8 +21,9 @@ def _carried_out(declare: Callable[..., Measurement]) -> Callable[..., None]:
         settings: dict[str, Any] = {}
         for name, value in given.items():
             settings |= vars(value) if isinstance(value, Options) else {name: value}
-        evaluation.begin(declare.__name__, **settings)
-        evaluation.carry_out(declare(evaluation, **given))
+        with evaluation.in_folder():
+            evaluation.begin(declare.__name__, **settings)
+            evaluation.carry_out(declare(evaluation, **given))
 
     return run
 

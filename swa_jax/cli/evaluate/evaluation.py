@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ import typer
 from rich.console import RenderableType
 
 from swa_jax.base.errors import ConfigError
-from swa_jax.base.files import check_content, read_document, write_json
+from swa_jax.base.files import alone, check_content, digest, read_document, sum_of_file, write_json
 from swa_jax.cli.options import (
     BatchSize,
     ComputeDtype,
@@ -125,16 +126,24 @@ class Evaluation(WindowGiven):
     def __post_init__(self) -> None:
         self._kind, self._is_finished = "", False
         self._settings: dict[str, Any] = {}
-        if self.out is not None:
+
+    @contextlib.contextmanager
+    def in_folder(self) -> Iterator[None]:
+        """The folder for this process alone, and its results read: they are written whole, those of all kinds."""
+        if self.out is None:
+            yield
+            return
+        check_output("--out", self.out / "results.json")
+        with alone(self.out, "writing results to"):
             self.results = read_document(self.out / "results.json", "results of `evaluate`", "settings", ANOTHER)
-            check_output("--out", self.out / "results.json")
+            yield
 
     def begin(self, kind: str, **settings: Any) -> None:
         """Say what will be measured, by which settings.
 
         Raises `ConfigError` if the folder has it, or has begun it, with other settings.
         """
-        plain = {name: value if _is_plain(value) else str(value) for name, value in settings.items()}
+        plain = {name: _plain(value) for name, value in settings.items()}
         plain |= {"batch_size": self.batch_size, "seed": self.seed}
         before = self.results.get("settings", {}).get(kind)
         self._is_finished = before is not None and kind not in self.results.get("unfinished", [])
@@ -160,23 +169,15 @@ class Evaluation(WindowGiven):
     @functools.cached_property
     def patterns(self) -> list[tuple[str, AttentionPattern]]:
         """The patterns by name, none of which contradicts the results that the folder has."""
-        from swa_jax.checkpoint.folder import weights_sum
+        from swa_jax.checkpoint.folder import content_sum
 
         patterns = choose_patterns(self._opened[0], self.pattern or [], self.as_window)
         measured = {
             "model": str(self.checkpoint),
-            "weights": weights_sum(self.checkpoint),
+            "checkpoint": content_sum(self.checkpoint),
             "yarn": self.yarn,
             "dtype": self.dtype,
-            "patterns": {
-                name: {
-                    "sliding_window": None,
-                    **pattern.window.fields,
-                    "full_layers": list(pattern.full_layers),
-                    "full_kv_heads": [list(heads) for heads in pattern.full_kv_heads],
-                }
-                for name, pattern in patterns
-            },
+            "patterns": {name: _computed(pattern) for name, pattern in patterns},
         }
         if self.results and self.out is not None:
             check_content(self.out, "results", {name: self.results.get(name) for name in measured}, measured, ANOTHER)
@@ -259,10 +260,23 @@ class Evaluation(WindowGiven):
                 "weights": weights,
                 "config": to_dict(model.config),
                 "dtype": model.embedding[...].dtype.name,
-                "pattern": to_dict(dataclasses.replace(model.pattern, provenance={})),
+                "pattern": _computed(model.pattern),
             }
         )
 
 
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str | list)
+def _computed(pattern: AttentionPattern) -> dict[str, Any]:
+    """What a pattern computes, as JSON; how it came about does not count."""
+    from swa_jax.base.settings import to_dict
+
+    plain: dict[str, Any] = to_dict(dataclasses.replace(pattern, provenance={}))
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON. Beside the name of a file or folder stands what it holds, which may change."""
+    if not isinstance(value, Path):
+        return value if value is None or isinstance(value, bool | int | float | str | list) else str(value)
+    files = sorted(file for file in value.iterdir() if file.is_file()) if value.is_dir() else [value]
+    sums = {file.name: sum_of_file(file) for file in files if file.is_file()}
+    return f"{value} ({digest(sums)[:16]})" if sums else str(value)

@@ -45,4 +45,4 @@ def harness(
             run.plain["advance"](1)
             yield [{"name": name} | row for row in rows]
 
-    return Measurement("harness", "patterns", 1, measure, harness_table)
+    return Measurement("harness", "patterns", 1, measure, harness_table, longest=max_length or 0)

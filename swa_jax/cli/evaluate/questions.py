@@ -113,4 +113,4 @@ def questions(
             keep(name, records)
             yield [{"name": name} | dataclasses.asdict(score) for score in scores]
 
-    return Measurement("questions", "questions", len(asked), measure, questions_table)
+    return Measurement("questions", "questions", len(asked), measure, questions_table, longest=max_length or 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -30,12 +31,14 @@ def text(
     ] = None,
 ) -> Measurement:
     """Perplexity of a text, cut into sequences of one or several lengths, each after the tokenizer's start token."""
-    from swa_jax.evaluate.sweep import perplexity_sweep
+    from swa_jax.evaluate.sweep import perplexity_sweep, with_window
     from swa_jax.report.evaluation_tables import sweep_table
     from swa_jax.report.heat_maps import loss_heat_map, sweep_heat
 
     sizes = numbers("--lengths", lengths) if lengths else None
     windows = numbers("--eval-windows", eval_windows, word="full") if eval_windows else None
+    for (_, pattern), window in itertools.product(evaluation.patterns, windows or []):
+        with_window(pattern, window)  # a pattern that has none to change is refused before the others are measured
     tokens, start = evaluation.tokens(file), evaluation.tokenizer.start_ids
     sizes = sizes or [max(1, min(DEFAULT_LENGTH, len(start) + len(tokens) - 1))]
 
