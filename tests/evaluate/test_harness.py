@@ -119,9 +119,7 @@ def test_texts_end_at_the_first_until(lm: HarnessModel) -> None:
 
 
 def test_nothing_is_cut_and_unknown_settings_are_refused(lm: HarnessModel, monkeypatch) -> None:
-    monkeypatch.setattr(
-        "swa_jax.evaluate.harness.write_replies", None
-    )  # what is refused is refused before the first answer
+    monkeypatch.setattr("swa_jax.evaluate.harness.write_replies", None)  # nothing is answered before a refusal
     with pytest.raises(ConfigError, match="takes 67 tokens, more than max_length = 64"):
         lm.loglikelihood(requests(("a" * 60, "b" * 7)))
     with pytest.raises(ConfigError, match="max_gen_toks = 10 takes 70 tokens"):
