@@ -34,6 +34,8 @@ SPARSE_CORE_OPTIONS = {
     "xla_tpu_prefer_async_allgather_to_allreduce": True,  # else v5p sums zeros over the slice in place of a gather
     "xla_tpu_use_tc_device_shape_on_sc": True,
     "xla_sc_disable_megacore_partitioning": True,
+    # What is gathered ahead otherwise fills the chip, and leaves no room for the programs of validation.
+    "xla_tpu_scheduler_percent_shared_memory_limit": 70,
 }
 
 
