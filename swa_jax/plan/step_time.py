@@ -177,10 +177,10 @@ def _assumptions(work: StepWork, attention: AttentionCost) -> list[str]:
             f"the chip's kernels have at window 1024 and head_dim 128: {_shares(attention.assumed)}"
         )
     lines.append(
-        f"collectives: rings in both directions, over one axis of the torus, or over all {chip.torus} where every "
-        "device takes part; shifts along an axis in one direction, link by link; "
-        f"{chip.link_bytes / 1e9:.0f} GB/s a link and direction. What runs beside them is read from the compiled "
-        "schedule; 'seconds_hidden' has them run wholly beside the rest, 'seconds_shown' not at all"
+        "collectives: as many rings as the program names, otherwise rings in both directions, over one axis of the "
+        f"torus, or over all {chip.torus} where every device takes part; shifts along an axis in one direction, link "
+        f"by link; {chip.link_bytes / 1e9:.0f} GB/s a link and direction. What runs beside them is read from the "
+        "compiled schedule; 'seconds_hidden' has them run wholly beside the rest, 'seconds_shown' not at all"
     )
     if work.slices > 1:
         lines.append(f"between slices: {8 * chip.dcn_bytes / 1e9:.0f} Gb/s a device")

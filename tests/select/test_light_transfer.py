@@ -41,6 +41,11 @@ def test_the_ratio_is_that_of_whole_matrices(model, last, sinks, recent):
     assert wanted[:2].max() < 0.99
 
 
+def test_what_the_window_holds_is_all_lazy(model):
+    got = lazy_ratios(model, [Example([1] * 50, [2], [])])
+    np.testing.assert_allclose(got, 1, atol=1e-6)
+
+
 def test_lazy_layers_are_windowed(monkeypatch):
     scores = np.array([[0.9, 0.2, 0.5, 0.2]] * 3)
     monkeypatch.setattr(light_transfer, "lazy_ratios", lambda *_, **options: asked.append(options) or scores)

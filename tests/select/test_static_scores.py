@@ -101,6 +101,12 @@ def test_padding_and_batches_change_nothing(model, examples, method):
     np.testing.assert_allclose(one, two, atol=1e-5)
 
 
+def test_a_window_that_holds_everything_leaves_nothing_to_lose(model, examples):
+    for method in ("qada", "fisher"):
+        got = static_scores(model, examples, method, Window(512), batch_size=2)
+        np.testing.assert_allclose(got, 1, atol=1e-6, err_msg=method)
+
+
 @pytest.mark.parametrize("method", ["dcam", "razor"])
 def test_examples_are_needed(model, method):
     with pytest.raises(ValueError, match="examples is empty"):
