@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +86,11 @@ def kinds_of(pattern: AttentionPattern) -> tuple[str, ...]:
 
 def layer_data(pattern: AttentionPattern, config: ModelConfig, kinds: tuple[str, ...] = ()) -> LayerData:
     """How each layer attends and is rotated; `kinds`: () compiles those of the pattern."""
+    return jax.tree.map(jnp.asarray, known_layer_data(pattern, config, kinds))
+
+
+def known_layer_data(pattern: AttentionPattern, config: ModelConfig, kinds: tuple[str, ...] = ()) -> LayerData:
+    """`layer_data` in NumPy's arrays, which stay known where a step is traced."""
     kinds = kinds or kinds_of(pattern)
     full_heads = np.zeros((pattern.num_layers, config.most_kv_heads), bool)
     for layer, heads in enumerate(pattern.full_kv_heads):
@@ -97,7 +102,7 @@ def layer_data(pattern: AttentionPattern, config: ModelConfig, kinds: tuple[str,
         ropes = nope_of_full_layers(pattern.layer_types, ropes)
     layers = zip(ropes, sizes, strict=True)
     rope = np.array([tables[size].index(name) for name, size in layers], np.int32)
-    return LayerData(kinds, jnp.asarray(kind), jnp.asarray(full_heads), jnp.asarray(rope))
+    return LayerData(kinds, *cast(Any, (kind, full_heads, rope)))
 
 
 def model_spec(config: ModelConfig, pattern: AttentionPattern) -> AttentionSpec:
@@ -313,6 +318,8 @@ def own_or(others: KeysValues | None, k: jax.Array | None, v: jax.Array | None) 
     return found
 
 
-def choose(index: jax.Array, branches: list[Any]) -> Any:
-    """Run one branch; only the chosen one costs anything."""
-    return branches[0]() if len(branches) == 1 else jax.lax.switch(index, branches)
+def choose(index: jax.Array | np.integer, branches: list[Any]) -> Any:
+    """Run one branch; only the chosen one costs anything. An index that is known is followed when this is traced."""
+    if len(branches) == 1:
+        return branches[0]()
+    return branches[index]() if isinstance(index, np.integer) else jax.lax.switch(index, branches)

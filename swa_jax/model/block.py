@@ -197,9 +197,31 @@ def scan_layers(
             return layer(carry, nnx.merge(graph, weights), row)
 
         here = scanned if rows is None else jax.tree.map(lambda x, rows=rows: x[rows], scanned)
-        carry, output = jax.lax.scan(wrap(one), carry, (weights, here), unroll=unroll)
+        if unroll:
+            carry, output = _written_out(wrap, one, carry, weights, here)
+        else:
+            carry, output = jax.lax.scan(wrap(one), carry, (weights, here))
         outputs.append(output)
     return carry, outputs[0] if len(outputs) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *outputs)
+
+
+def _written_out(wrap: Callable, one: Callable, carry: Any, weights: Any, rows: Any) -> tuple[Any, Any]:
+    """One layer after the other, each with its row as it is, so that a kind of attention is known when it is traced.
+
+    With the kind in an array, both branches would keep for the backward pass what either needs: a layer's keys as zeros
+    in the place of the other kind's.
+    """
+    stacks, structure = jax.tree.flatten(weights)
+    number = len(stacks[0])
+    # The gradient of a split joins its parts, where that of an index would add each to zeros of all layers.
+    apart = [jax.lax.split(stack, [1] * number) for stack in stacks]
+    outputs = []
+    for i in range(number):
+        own = jax.tree.unflatten(structure, [parts[i][0] for parts in apart])
+        row = jax.tree.map(lambda x, i=i: x[i], rows)
+        carry, output = wrap(lambda carry, weights, row=row: one(carry, (weights, row)))(carry, own)
+        outputs.append(output)
+    return carry, jax.tree.map(lambda *x: jnp.stack(x), *outputs)
 
 
 def _runs(config: ModelConfig, layers: Block | Stacks) -> Iterator[tuple[Block, slice | None]]:

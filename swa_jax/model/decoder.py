@@ -15,7 +15,7 @@ from flax import nnx
 from pallas_kernels.math.checks import check_array
 from pallas_kernels.math.spec import segment_positions
 from swa_jax.base.errors import ConfigError
-from swa_jax.model.attention import AttentionContext, LayerData, MadeKeys, Routing, layer_data, model_spec
+from swa_jax.model.attention import AttentionContext, LayerData, MadeKeys, Routing, known_layer_data, model_spec
 from swa_jax.model.block import Block, Stream, scan_layers, stacked_layers
 from swa_jax.model.cache import CacheLayout, CachePools, KVCache, ring_entry, ring_positions
 from swa_jax.model.cached_attention import (
@@ -151,7 +151,7 @@ class Decoder(nnx.Module):
     ) -> tuple[Stream, LayerData]:
         """What the first layer reads of tokens [B, T], and the data of all layers (None: the pattern's), with what each
         layer reads of them."""
-        x, data = self.embed(tokens, partition), data or layer_data(self.pattern, self.config)
+        x, data = self.embed(tokens, partition), data or known_layer_data(self.pattern, self.config)
         if self.config.hidden_size_per_layer_input:
             data = dataclasses.replace(data, inputs=self.layer_inputs(tokens, x, partition))
         return Stream.at_start(x, self.config), data

@@ -212,13 +212,15 @@ def _mlp_width(model: ModelConfig, expert: int) -> float:
     return ((1 + model.gated_mlp) * dense + 2 * len(model.sparse_layers) * rows) / model.num_hidden_layers
 
 
-def kept_bytes(work: Workload, remat: Remat, tensor: int = 1, expert: int = 1) -> float:
+def kept_bytes(work: Workload, settings: RunChanges, remat: Remat, tensor: int = 1) -> float:
     """What the forward pass keeps of a token and layer on the chip, or on its host under "offload"."""
     model, p = work.model, work.number_bytes
-    d, mlp = model.hidden_size, _mlp_width(model, expert) / tensor
+    d, mlp = model.hidden_size, _mlp_width(model, settings.expert) / tensor
     queries, keys = (width / tensor for width in _head_channels(model))
-    # Layers of every kind keep what any kind needs; a routed layer has the results of two branches.
-    launches = len({*work.pattern.layer_types}) + (SWITCH in work.pattern.layer_types)
+    # A routed layer has the results of two branches. In a loop, layers of every kind keep what any kind needs.
+    kinds = work.pattern.layer_types
+    kinds_kept = {*kinds} if settings.scan_layers else kinds
+    launches = sum(1 + (kind == SWITCH) for kind in kinds_kept) / (1 if settings.scan_layers else len(kinds))
     attention = launches * (queries * p + 4 * model.num_attention_heads / tensor)
     if remat == "layer":
         return d * p
@@ -255,8 +257,8 @@ def _bytes(work: Workload, share: _Share) -> dict[str, float]:
         "gathered": (2 * matrices + 2 * _ends(work)) * p / share.tensor,
         "activations": 0.0
         if settings.remat == "offload"
-        else tokens * layers * kept_bytes(work, settings.remat, share.tensor, settings.expert),
-        "working": tokens * kept_bytes(work, "none", share.tensor, settings.expert) + 2 * logits + whole_rows,
+        else tokens * layers * kept_bytes(work, settings, settings.remat, share.tensor),
+        "working": tokens * kept_bytes(work, settings, "none", share.tensor) + 2 * logits + whole_rows,
     } | ({} if work.teacher is None else {"teacher": _teacher_bytes(work, share, tokens, logits)})
 
 
@@ -290,8 +292,8 @@ def _seconds(work: Workload, share: _Share) -> dict[str, float]:
         products += (2 + again) * sum((heads + kv_heads) * size**2 for kv_heads, size in model.head_shapes)
     if lora is not None:
         products += 3 * lora.num_parameters(model)
-    passes = PASSES * kept_bytes(work, "none", share.tensor, settings.expert)
-    passes += 2 * kept_bytes(work, settings.remat, share.tensor, settings.expert)
+    passes = PASSES * kept_bytes(work, settings, "none", share.tensor)
+    passes += 2 * kept_bytes(work, settings, settings.remat, share.tensor)
     logits = share.tokens * model.vocab_size / share.tensor * 4
     passes *= 1 if settings.scan_layers else UNROLLED.get(settings.remat, UNROLLED_OTHERWISE)
     moved = share.tokens * model.num_hidden_layers * passes + LOGIT_PASSES * logits
@@ -317,7 +319,7 @@ def _teacher_seconds(work: Workload, share: _Share) -> float:
     positions = np.arange(work.stage.sequence_length)
     attention = kernels(work.chip_name, model, work.teacher, positions).seconds.values()
     products = sum((row.matrix + 2 * row.output) * row.active_size for row in work.parameters)
-    passes = PASSES / 3 * model.num_hidden_layers * kept_bytes(work, "none", share.tensor, share.settings.expert)
+    passes = PASSES / 3 * model.num_hidden_layers * kept_bytes(work, share.settings, "none", share.tensor)
     logits = LOGIT_PASSES / 2 * model.vocab_size / share.tensor * 4
     a_token = 2 * products / share.tensor / (work.peak * chip.matmul_share) + (passes + logits) / chip.hbm_bytes
     a_token += sum(float(one.forward.mean()) for one in attention) / share.tensor

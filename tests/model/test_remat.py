@@ -62,6 +62,14 @@ def test_layers_that_are_written_out_have_the_gradient_of_the_loop(name):
     assert_close(*results, "float32", gradient=True)
 
 
+def test_a_layer_that_is_written_out_has_no_branch_of_another_kind():
+    branches = {}
+    for unroll in (False, True):
+        run, weights = gradient("every-kind", "none", tokens_of(16), unroll)
+        branches[unroll] = str(jax.make_jaxpr(run)(weights)).count("branches=")
+    assert branches[False] > 0 == branches[True], branches
+
+
 @pytest.mark.parametrize("name", ["window", "full", "switch", "every-kind", "swat"])
 def test_attention_runs_forward_once_but_where_layers_are_asked_for(name):
     """On a TPU, traced here: the kernels of a step."""
