@@ -82,6 +82,12 @@ def on_tpu() -> bool:
     return platform() == "tpu"
 
 
+def vmem_limit() -> int:
+    """Bytes of VMEM that a kernel may take; the compiler keeps arrays in the rest. A v6e has 128 MiB, a core of a v5p
+    or v7x 64."""
+    return (64 if "v6" in device_kind() else 48) * 2**20
+
+
 def choose_tiles(
     kind: str, q_length: int, kv_length: int, head_dim: int, *, window: int | None = None, scheduled: bool = False
 ) -> Tiles:

@@ -41,7 +41,7 @@ from pallas_kernels.math.ring import Ring, attend_to_all, gradients_of_all
 from pallas_kernels.math.schedule import Schedule, schedule_pairs
 from pallas_kernels.math.spec import AttentionSpec, Coordinates, PerHead, visible
 
-_CACHE = 2**19  # logits, of a CPU's core
+_CACHE = 900_000  # logits, of a CPU's core: as many as were fastest, for 4 to 32 heads
 
 
 def attention(
@@ -102,13 +102,13 @@ def at_once(q, k, v, spec: AttentionSpec, where: Coordinates, per_head: PerHead,
     no_marks = jnp.zeros((1, 1, 1), q.dtype)  # what is not finite in queries and keys shows in their logits by itself
     marks, v = (nan_marks(v), finite(v)) if marked else (no_marks, v)
     row = _Queries(rows, no_marks[None], where.q_pos, where.q_segment_ids, where.full_rows)
-    keys = _Keys(k, v, marks, where.kv_pos, where.kv_segment_ids)
+    keys = _Keys(k.swapaxes(1, 2), v.swapaxes(1, 2), marks.swapaxes(1, 2), where.kv_pos, where.kv_segment_ids)
     logits, _ = tile.logits(row, keys)
     mask = tile.mask(row, keys)
     if per_head.full_heads is not None:
         mask = jnp.where(per_head.full_heads[:, None, None, None], wide.mask(row, keys), mask)
     if spec.activation == "sigmoid":
-        out = tile.dot("bkgqs,bskd->bkgqd", jnp.where(mask, jax.nn.sigmoid(logits), 0), v)
+        out = tile.dot("bkgqs,bksd->bkgqd", jnp.where(mask, jax.nn.sigmoid(logits), 0), keys.v)
         return _join_rows(out[None], q.shape)
     logits = jnp.where(mask, logits, -jnp.inf)
     top = logits.max(axis=-1)
@@ -116,7 +116,7 @@ def at_once(q, k, v, spec: AttentionSpec, where: Coordinates, per_head: PerHead,
     total = weights.sum(axis=-1)
     sees_any = total != 0  # NaN is not to be hidden
     total = jnp.where(sees_any, total, 1)
-    out = _join_rows(tile.dot("bkgqs,bskd->bkgqd", weights, v)[None] / total[..., None], q.shape)
+    out = _join_rows(tile.dot("bkgqs,bksd->bkgqd", weights, keys.v)[None] / total[..., None], q.shape)
     lse = _join_rows(jnp.where(sees_any, top + jnp.log(total), -jnp.inf)[None], q.shape[:3])
     return parts.join_sinks(out, lse, per_head.sink_logits)[0]
 
@@ -160,17 +160,17 @@ def _sequences_abreast(batch: int, tile: int) -> int:
     return max(n for n in range(1, min(most, batch) + 1) if batch % n == 0)
 
 
-def attention_blocks(heads: int, window: int | None, q_length: int, kv_length: int) -> tuple[int, int]:
+def attention_blocks(heads: int, window: int | None, q_length: int, kv_length: int, tiles: int = 1) -> tuple[int, int]:
     """Tokens of the blocks of queries and keys, for tiles of so many heads.
 
-    On a CPU a tile of logits should stay in the cache: about 2 MB in float32. Blocks much longer than a quarter of
-    the window compute too much outside it; very short ones leave the matmuls too little to do.
+    On a CPU what a visit holds, `tiles` tiles of logits, should stay in the cache. Blocks much longer than half of the
+    window compute too much outside it; very short ones leave the matmuls too little to do.
     """
     largest = 512
     if platform() == "cpu":
-        largest = math.isqrt(_CACHE // heads)
+        largest = math.isqrt(_CACHE // (heads * tiles))
     if window is not None:
-        largest = min(largest, max(64, window // 4))
+        largest = min(largest, max(64, window // 2))
     block = 2 ** max(5, min(9, largest.bit_length() - 1))
     return min(block, q_length), min(block, kv_length)
 
@@ -256,10 +256,13 @@ class _Queries(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    k: jax.Array  # [B, nk, bk, K, D], finite
+    """A block of keys (outside the loop, all of them, with an axis nk behind B); one head's lie together, so that no
+    visit moves them."""
+
+    k: jax.Array  # [B, K, bk, D], finite
     v: jax.Array
-    nan_marks: jax.Array  # [B, nk, bk, K]
-    pos: jax.Array  # [B, nk, bk]
+    nan_marks: jax.Array  # [B, K, bk]
+    pos: jax.Array  # [B, bk]
     segment_ids: jax.Array | None
 
     def block(self, j) -> "_Keys":
@@ -277,19 +280,20 @@ def _forward(static: _XlaStatic, x: _XlaOperands):
             top, total, acc = carry
             kv = keys.block(visits.blocks[i])
             logits, _ = tile.logits(row, kv)
-            logits = jnp.where(tile.mask(row, kv), logits, -jnp.inf)
+            # Without the barrier XLA would compute them twice, for the maximum and for the weights.
+            logits = lax.optimization_barrier(jnp.where(tile.mask(row, kv), logits, -jnp.inf))
             new_top = jnp.maximum(top, logits.max(axis=-1))
             shift = jnp.where(new_top == -jnp.inf, 0, new_top)
             weights = jnp.exp(logits - shift[..., None])
             decay = jnp.exp(top - shift)
-            acc = acc * decay[..., None] + tile.dot("bkgqs,bskd->bkgqd", weights, kv.v)
+            acc = acc * decay[..., None] + tile.dot("bkgqs,bksd->bkgqd", weights, kv.v)
             return new_top, total * decay + weights.sum(axis=-1), acc
 
         def sigmoid_visit(i, acc):
             kv = keys.block(visits.blocks[i])
             logits, _ = tile.logits(row, kv)
             weights = jnp.where(tile.mask(row, kv), jax.nn.sigmoid(logits), 0)
-            return acc + tile.dot("bkgqs,bskd->bkgqd", weights, kv.v)
+            return acc + tile.dot("bkgqs,bksd->bkgqd", weights, kv.v)
 
         acc = jnp.zeros_like(row.q, tile.dtype)
         if spec.activation == "sigmoid":
@@ -308,6 +312,8 @@ def _backward(static: _XlaStatic, x: _XlaOperands, results, cotangents):
     q, k, _, bias, _ = x
     (out, lse), (dout, dlse) = results, cotangents
     spec, tile = static.spec, _BlockPair(static, x)
+    q_block, kv_block = attention_blocks(q.shape[2], spec.window, q.shape[1], k.shape[1], tiles=4)
+    static = dataclasses.replace(static, q_block=q_block, kv_block=kv_block)
     queries, visits, keys = _cut(static, x)
     statistics: tuple[jax.Array, ...] = ()
     if lse is not None:
@@ -330,21 +336,21 @@ def _backward(static: _XlaStatic, x: _XlaOperands, results, cotangents):
             kv = keys.block(j)
             logits, slope = tile.logits(row, kv)
             mask = tile.mask(row, kv)
-            dweights = tile.dot("bkgqd,bskd->bkgqs", dout, kv.v)
+            dweights = tile.dot("bkgqd,bksd->bkgqs", dout, kv.v)
             if spec.activation == "sigmoid":
                 weights = jnp.where(mask, jax.nn.sigmoid(logits), 0)
                 dlogits = weights * (1 - weights) * dweights
             else:
                 lse, delta = statistics
-                weights = jnp.where(mask, jnp.exp(logits - lse[..., None]), 0)
+                weights = lax.optimization_barrier(jnp.where(mask, jnp.exp(logits - lse[..., None]), 0))
                 dlogits = weights * (dweights - delta[..., None])
             dlogits = jnp.where(mask, dlogits, 0)  # a row's delta may be NaN
             if dbias is not None:
                 dbias = dbias + dlogits.sum(axis=-1)
             dlogits = dlogits * slope
-            dq = dq + tile.dot("bkgqs,bskd->bkgqd", dlogits, kv.k)
-            dk = _add_block(dk, j, tile.dot("bkgqs,bkgqd->bskd", dlogits, row.q))
-            dv = _add_block(dv, j, tile.dot("bkgqs,bkgqd->bskd", weights, dout))
+            dq = dq + tile.dot("bkgqs,bksd->bkgqd", dlogits, kv.k)
+            dk = _add_block(dk, j, tile.dot("bkgqs,bkgqd->bksd", dlogits, row.q))
+            dv = _add_block(dv, j, tile.dot("bkgqs,bkgqd->bksd", weights, dout))
             return dq, dbias, dk, dv
 
         dq = jnp.zeros_like(row.q, tile.dtype)
@@ -355,7 +361,8 @@ def _backward(static: _XlaStatic, x: _XlaOperands, results, cotangents):
 
     zeros = jnp.zeros_like(keys.k, tile.dtype), jnp.zeros_like(keys.v, tile.dtype)
     (dk, dv), (dq, dbias) = lax.scan(query_block, zeros, (queries, visits, dout, statistics))
-    dk, dv = (_trim(x.reshape(x.shape[0], -1, *x.shape[3:]), k.shape).astype(k.dtype) for x in (dk, dv))
+    by_token = (x.swapaxes(2, 3).reshape(x.shape[0], -1, *k.shape[2:]) for x in (dk, dv))
+    dk, dv = (_trim(x, k.shape).astype(k.dtype) for x in by_token)
     if dbias is not None:
         dbias = dbias.sum(axis=0).reshape(-1).astype(bias.sigmoid_bias.dtype)
     return _join_rows(dq, q.shape), dk, dv, PerHead(None, dbias)
@@ -383,7 +390,7 @@ class _BlockPair:
 
     def logits(self, row: _Queries, kv: _Keys) -> tuple[jax.Array, jax.Array | float]:
         """Logits [B, K, G, bq, bk], and their derivative with respect to q.k."""
-        logits = self.scale * self.products(row.q, kv.k.swapaxes(1, 2))
+        logits = self.scale * self.products(row.q, kv.k)
         slope: jax.Array | float = self.scale
         if self.spec.logit_softcap is not None:
             tanh = jnp.tanh(logits / self.spec.logit_softcap)
@@ -393,7 +400,7 @@ class _BlockPair:
             logits = logits + self.bias.alibi_slopes[:, :, None, None] * distance[:, None, None]
         if self.bias.sigmoid_bias is not None:
             logits = logits + self.bias.sigmoid_bias[:, :, None, None]
-        return logits + (row.nan_marks[..., None] + kv.nan_marks.swapaxes(1, 2)[:, :, None, None]), slope
+        return logits + (row.nan_marks[..., None] + kv.nan_marks[:, :, None, None]), slope
 
     def mask(self, row: _Queries, kv: _Keys) -> jax.Array:
         """[B, 1, 1, bq, bk] bool, B being 1 when all rows of the batch agree."""
@@ -424,7 +431,8 @@ def _cut(static: _XlaStatic, operands: _XlaOperands) -> tuple[_Queries, Schedule
     keys = jax.tree.map(
         lambda x: (x := _pad(x, static.kv_block, 0)).reshape(x.shape[0], -1, static.kv_block, *x.shape[2:]), keys
     )
-    return queries, schedule, keys
+    by_head = {name: getattr(keys, name).swapaxes(2, 3) for name in ("k", "v", "nan_marks")}
+    return queries, schedule, keys._replace(**by_head)
 
 
 def _pad(x: jax.Array, block: int, fill) -> jax.Array:

@@ -11,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from swa_jax.model.config import XIELU_BETA, ModelConfig, RopeKind, RopeScaling
 from swa_jax.model.layer_stacks import rope_groups
 from swa_jax.model.parameters import declared
+from swa_jax.model.remat import PROJECTED
 
 
 def drawn(path: str, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs | None = None) -> nnx.Param:
@@ -115,16 +117,20 @@ class Projection(nnx.Linear):
     merged heads that is reshaped afterwards has to be copied.
     """
 
+    def __call__(self, x: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """x [..., in] -> [..., out]."""
+        return checkpoint_name(super().__call__(x, out_sharding), PROJECTED)
+
     def to_heads(self, x: jax.Array, head_dim: int) -> jax.Array:
         """x [B, T, d] -> [B, T, H, D]."""
         kernel = self.kernel[...]
         y = jnp.einsum("btd,dhk->bthk", x, kernel.reshape(kernel.shape[0], -1, head_dim))
-        return y if self.bias is None else y + self.bias[...].reshape(-1, head_dim)
+        return checkpoint_name(y if self.bias is None else y + self.bias[...].reshape(-1, head_dim), PROJECTED)
 
     def from_heads(self, x: jax.Array) -> jax.Array:
         """x [B, T, H, D] -> [B, T, d]."""
         y = onto_stream(x, self.kernel[...].reshape(*x.shape[2:], -1))
-        return y if self.bias is None else y + self.bias[...]
+        return checkpoint_name(y if self.bias is None else y + self.bias[...], PROJECTED)
 
 
 @jax.custom_vjp

@@ -13,6 +13,7 @@ from pallas_kernels.math.parts import LSE, OUT
 
 Remat = Literal["none", "layer", "projections", "attention", "offload"]
 LAYER_INPUT = "layer_input"
+PROJECTED = "projected"  # what a `Projection` gives
 
 
 class TrainingPass(NamedTuple):
@@ -51,8 +52,8 @@ def rematerialised(layer: Callable[..., Any], remat: Remat) -> Callable[..., Any
     Args:
       remat: "none" saves everything. "layer" saves the layer's input only, so that attention's forward kernels run
         twice. "attention" also saves what attention's backward kernels need of them: the output and lse, of both
-        branches where a layer is routed. "projections" saves the outputs of the matrices too. "offload" is "attention"
-        with all of it in the host's memory (cuDNN's forward pass runs twice then).
+        branches where a layer is routed. "projections" also saves what every `Projection` gives that is needed again.
+        "offload" is "attention" with all of it in the host's memory (cuDNN's forward pass runs twice then).
     """
     if remat == "none":
         return layer
@@ -61,7 +62,8 @@ def rematerialised(layer: Callable[..., Any], remat: Remat) -> Callable[..., Any
     if remat == "attention":
         return jax.checkpoint(layer, policy=_ATTENTION)
     if remat == "projections":
-        both = _POLICIES.save_from_both_policies(_POLICIES.dots_with_no_batch_dims_saveable, _ATTENTION)
+        # By name: `dots_saveable` would miss products with gradients of their own (`onto_stream`), and keep RoPE's.
+        both = _POLICIES.save_from_both_policies(_POLICIES.save_only_these_names(PROJECTED), _ATTENTION)
         return jax.checkpoint(layer, policy=both)
 
     def with_named_input(x: jax.Array, *others: Any) -> Any:

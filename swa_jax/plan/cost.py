@@ -227,9 +227,8 @@ def kept_bytes(work: Workload, settings: RunChanges, remat: Remat, tensor: int =
     if remat in ("attention", "offload"):
         return d * p + attention
     matrices = (queries + 2 * keys + d + mlp) * p
-    rope = 4 * (queries + keys) if model.uses_rope else 0  # the other channel of each pair, in f32
     if remat == "projections":
-        return d * p + attention + matrices + rope
+        return d * p + attention + matrices
     norms = 2 * d * (4 + p) + (queries + keys) * (4 + p) * model.qk_norm
     return d * p + attention + matrices + norms + (queries + keys + mlp) * p
 

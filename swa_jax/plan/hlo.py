@@ -253,13 +253,14 @@ def cycles_by_part(program: HloProgram, counts: dict[str, float], scope: str) ->
     fusion, constants say nothing: the compiler shares one among operations of all places.
     """
     parts = {"matmuls": 0.0, scope: 0.0, "other": 0.0}
+    in_names = re.compile(rf"[/(]{scope}[/)]")  # also "jit(step)/transpose(jvp(scope))/mul"
     for computation in program.computations.values():
         for instruction in computation.instructions.values():
             if cycles := own_cycles(instruction) * counts[computation.name]:
                 called = program.computations.get(called_computation(instruction) or "")
                 inner = called.instructions.values() if called else ()
                 members = [instruction, *(member for member in inner if member.opcode != "constant")]
-                in_scope = [f"/{scope}/" in _traced_as(member) for member in members]
+                in_scope = [bool(in_names.search(_traced_as(member))) for member in members]
                 products = [inside for one, inside in zip(members, in_scope, strict=True) if one.opcode in PRODUCTS]
                 is_product = bool(products) and not all(products)
                 parts["matmuls" if is_product else scope if any(in_scope) else "other"] += cycles

@@ -327,6 +327,7 @@ CALLS = {
     # A kernel for the keys of each device, and one back.
     "shared-row-in-ring": shared(AttentionSpec(), 36864, kernels=8),
     "routed-beside-many-keys": routed(WINDOW, "q_segment_ids", kernels=5, length=32768),
+    "rotated-routed-beside-many-keys": rotated(WINDOW, kernels=5, length=32768, routed=True),
 }
 
 

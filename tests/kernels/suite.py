@@ -35,7 +35,7 @@ class Implementation:
     def install(self, monkeypatch) -> "Implementation":
         if self.name == "xla" and self.block is not None:
             monkeypatch.setattr(
-                xla, "attention_blocks", lambda heads, window, *lengths: [min(self.block, n) for n in lengths]
+                xla, "attention_blocks", lambda heads, window, *lengths, **_: [min(self.block, n) for n in lengths]
             )
             monkeypatch.setattr(xla, "_CACHE", 1)  # so that a batch is more than its cores work on at once
             monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)

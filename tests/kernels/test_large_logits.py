@@ -80,7 +80,7 @@ def test_no_backend_loses_more_than_the_oracle(monkeypatch, name, window):
     """The window kernel of the TPU, and with no window the scheduled one."""
     tile = Tile(BLOCK, BLOCK, 4, 2)
     monkeypatch.setattr(gpu, "tile_sizes", lambda *_: gpu.TilesByKernel(tile, tile, tile, tile))
-    monkeypatch.setattr(xla, "attention_blocks", lambda *_: (BLOCK, BLOCK))
+    monkeypatch.setattr(xla, "attention_blocks", lambda *_, **__: (BLOCK, BLOCK))
     tiles = blocks.Tiles(BLOCK, BLOCK, strip=BLOCK, tile=BLOCK)
     monkeypatch.setattr(launches, "choose_tiles", lambda *_, **__: tiles)
     for size in (1e4, 1e5):

@@ -43,6 +43,18 @@ def test_no_mode_changes_a_gradient(name, mode):
     assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(plain)) > 1e-3
 
 
+def test_what_projections_give_is_kept_and_no_rotated_keys():
+    """The swap of RoPE's channels, a product with a matrix [D, D], is computed again."""
+    products, swaps = {}, {}
+    for mode in ("none", "projections"):
+        run, weights = gradient("window", mode, tokens_of(16))
+        lines = [x for x in jax.jit(run).lower(weights).as_text().splitlines() if "stablehlo.dot_general" in x]
+        swaps[mode] = sum("tensor<8x8xf32>)" in line for line in lines)
+        products[mode] = len(lines) - swaps[mode]
+    assert products["projections"] == products["none"]
+    assert swaps["projections"] > swaps["none"] > 0
+
+
 def test_layers_are_written_out_if_asked_for():
     products = {}
     for unroll in (False, True):

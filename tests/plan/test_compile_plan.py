@@ -137,7 +137,7 @@ def test_heads_of_64_are_not_copied_between_projections_and_kernels():
     config = load_config(TrainConfig, "configs/swat/340m.yaml", [*changes, "mesh={data: 4}"])
     time = plan(config, "v5e:2x2")["time"]
     # What is left is the rotation of the keys; copies of queries, values and cotangents took as much again.
-    assert time["xla_seconds_by_part"]["around_attention"] < 0.5 * time["kernel_seconds"]
+    assert 0 < time["xla_seconds_by_part"]["around_attention"] < 0.5 * time["kernel_seconds"]
 
 
 @pytest.mark.slow

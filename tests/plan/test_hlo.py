@@ -88,7 +88,7 @@ def test_cycles_are_told_apart_by_what_they_are_for(program, counts):
         assert text.count(plain) == 1
         text = text.replace(plain, f'metadata={{op_name="jit(step)/mixing/copy"}}, {plain}')
     dot = "dim_labels=bf_io->bf"
-    for within in ("jit(step)/mixing/dot", "jit(step)/mlp/dot"):
+    for within in ("jit(step)/mixing/dot", "jit(step)/transpose(jvp(mixing))/dot", "jit(step)/mlp/dot"):
         changed = hlo.parse(text.replace(dot, f'{dot}, metadata={{op_name="{within}"}}'))
         parts = hlo.cycles_by_part(changed, hlo.executions(changed), "mixing")
         product = "mixing" if "mixing" in within else "matmuls"

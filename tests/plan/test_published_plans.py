@@ -39,7 +39,7 @@ def test_a_plan_sends_what_a_hand_counts(name):
 
 def test_heads_of_64_have_less_around_their_kernels_than_in_them():
     time = published("swat-340m-v5e-4x4")["time"]
-    assert time["xla_seconds_by_part"]["around_attention"] < 0.6 * time["kernel_seconds"]
+    assert 0 < time["xla_seconds_by_part"]["around_attention"] < 0.6 * time["kernel_seconds"]
 
 
 def test_a_program_that_is_compiled_and_has_no_room_for_itself_does_not_fit():

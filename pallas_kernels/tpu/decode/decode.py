@@ -19,12 +19,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.blocks import Tiles, device_kind, on_tpu
+from pallas_kernels.blocks import Tiles, device_kind, on_tpu, vmem_limit
 from pallas_kernels.math.parts import vary_alike
 from pallas_kernels.math.schedule import Visits, visited_in_decode
 from pallas_kernels.math.spec import AttentionSpec, Coordinates, PerHead
 from pallas_kernels.tpu.decode.decode_kernel import DecodeStatic, Form, decode_kernel, round_up, unpack
-from pallas_kernels.tpu.tile.tiles import LANES, VMEM_LIMIT_BYTES, Call, largest_divisor, shape_like
+from pallas_kernels.tpu.tile.tiles import LANES, Call, largest_divisor, shape_like
 
 _MAX_HEADS = 8  # KV heads of a grid step
 
@@ -272,7 +272,7 @@ def _launch(static: DecodeStatic, scalars, used, q, row_info, kv_pos, k, v) -> j
             ],
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT_BYTES
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_limit()
         ),
         interpret=static.call.interpret,
         name="decode",

@@ -19,14 +19,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.blocks import Tiles
+from pallas_kernels.blocks import Tiles, vmem_limit
 from pallas_kernels.math.parts import LOG2E
 from pallas_kernels.math.ring import RowOrder
 from pallas_kernels.math.spec import AttentionSpec, Coordinates, visible
 
 MASKED = -1e30  # finite, so that a difference of two is no NaN
 LANES = 128
-VMEM_LIMIT_BYTES = 48 * 2**20  # of the 64 MiB of a v5p or v7x core; the compiler keeps arrays in the rest
 
 Ref = Any  # Pallas references have no useful static types
 
@@ -362,7 +361,7 @@ def launch(
             scratch_shapes=scratch,
         ),
         input_output_aliases={given + i: i for i in range(len(previous))} | in_place,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=VMEM_LIMIT_BYTES),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=vmem_limit()),
         interpret=call.interpret,
         name=name,
         cost_estimate=cost,
