@@ -81,7 +81,8 @@ def sentence(error: BaseException) -> str | None:
         if file := getattr(error, "filename", None):
             state = state.replace("the disk", f"the disk of {file}").replace("a file", f"the file {file}")
         return f"{state} ({sign}): {help}, and start the same command again"
-    if isinstance(error, RuntimeError) and str(error).startswith(_FULL_MEMORY):  # JAX's
+    of_a_kernel = "memory space vmem" in str(error)  # no fewer sequences would help: a defect of ours
+    if isinstance(error, RuntimeError) and str(error).startswith(_FULL_MEMORY) and not of_a_kernel:  # JAX's
         first = str(error).removeprefix(_FULL_MEMORY).split("\n")[0].strip(" .")
         return f"the memory of the device does not suffice ({first}): {_LESS_MEMORY}"
     if isinstance(error, OSError) and error.filename is not None:

@@ -89,6 +89,7 @@ def raised(call) -> BaseException:
          "the memory of the device does not suffice (Out of memory while trying to allocate 9.96GiB): take fewer "
          "sequences at once (--batch-size or --slots, in training stages[].accumulate), a shorter length or --dtype "
          "bfloat16, whichever the command has; docs/start-gpu.md says more"),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: E1001:\nRan out of memory in memory space vmem while"), None),
         (jax.errors.JaxRuntimeError("INTERNAL: ours"), None),
         (ValueError("an internal contract"), None),
         (FloatingPointError("divide by zero encountered in divide"), None),
