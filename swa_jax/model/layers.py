@@ -117,20 +117,17 @@ class Projection(nnx.Linear):
     merged heads that is reshaped afterwards has to be copied.
     """
 
-    def __call__(self, x: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """x [..., in] -> [..., out]."""
-        return checkpoint_name(super().__call__(x, out_sharding), PROJECTED)
-
     def to_heads(self, x: jax.Array, head_dim: int) -> jax.Array:
         """x [B, T, d] -> [B, T, H, D]."""
         kernel = self.kernel[...]
         y = jnp.einsum("btd,dhk->bthk", x, kernel.reshape(kernel.shape[0], -1, head_dim))
-        return checkpoint_name(y if self.bias is None else y + self.bias[...].reshape(-1, head_dim), PROJECTED)
+        y = checkpoint_name(y, PROJECTED)
+        return y if self.bias is None else y + self.bias[...].reshape(-1, head_dim)
 
     def from_heads(self, x: jax.Array) -> jax.Array:
         """x [B, T, H, D] -> [B, T, d]."""
         y = onto_stream(x, self.kernel[...].reshape(*x.shape[2:], -1))
-        return checkpoint_name(y if self.bias is None else y + self.bias[...], PROJECTED)
+        return y if self.bias is None else y + self.bias[...]
 
 
 @jax.custom_vjp
@@ -155,6 +152,11 @@ def _onto(x: jax.Array, kernel: jax.Array, *_: Any, **__: Any) -> jax.Array:
     return onto_stream(x, kernel)
 
 
+def _from_stream(*operands: Any, **options: Any) -> jax.Array:
+    """The `dot_general` of other linear maps."""
+    return checkpoint_name(lax.dot_general(*operands, **options), PROJECTED)
+
+
 onto_stream.defvjp(lambda x, kernel: (onto_stream(x, kernel), (x, kernel)), _onto_stream_bwd)
 
 
@@ -168,7 +170,7 @@ def linear(path: str, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> 
         use_bias=bias is not None,
         kernel_init=kernel.init,
         bias_init=bias.init if bias else zeros,
-        dot_general=_onto if kernel.axes[-1] == "embed" else lax.dot_general,
+        dot_general=_onto if kernel.axes[-1] == "embed" else _from_stream,
         param_dtype=dtype,
         rngs=rngs,
     )

@@ -13,7 +13,7 @@ from pallas_kernels.math.parts import LSE, OUT
 
 Remat = Literal["none", "layer", "projections", "attention", "offload"]
 LAYER_INPUT = "layer_input"
-PROJECTED = "projected"  # what a `Projection` gives
+PROJECTED = "projected"  # what a linear map makes of the stream: queries, keys, values, the hidden layer of an MLP
 
 
 class TrainingPass(NamedTuple):
@@ -52,8 +52,9 @@ def rematerialised(layer: Callable[..., Any], remat: Remat) -> Callable[..., Any
     Args:
       remat: "none" saves everything. "layer" saves the layer's input only, so that attention's forward kernels run
         twice. "attention" also saves what attention's backward kernels need of them: the output and lse, of both
-        branches where a layer is routed. "projections" also saves what every `Projection` gives that is needed again.
-        "offload" is "attention" with all of it in the host's memory (cuDNN's forward pass runs twice then).
+        branches where a layer is routed. "projections" also saves what linear maps make of the
+        stream, but not what they add to it. "offload" is "attention" with all of it in the host's memory (cuDNN's
+        forward pass runs twice then).
     """
     if remat == "none":
         return layer
@@ -62,7 +63,7 @@ def rematerialised(layer: Callable[..., Any], remat: Remat) -> Callable[..., Any
     if remat == "attention":
         return jax.checkpoint(layer, policy=_ATTENTION)
     if remat == "projections":
-        # By name: `dots_saveable` would miss products with gradients of their own (`onto_stream`), and keep RoPE's.
+        # By name: `dots_saveable` would keep RoPE's products too.
         both = _POLICIES.save_from_both_policies(_POLICIES.save_only_these_names(PROJECTED), _ATTENTION)
         return jax.checkpoint(layer, policy=both)
 

@@ -226,11 +226,11 @@ def kept_bytes(work: Workload, settings: RunChanges, remat: Remat, tensor: int =
         return d * p
     if remat in ("attention", "offload"):
         return d * p + attention
-    matrices = (queries + 2 * keys + d + mlp) * p
+    matrices = (queries + 2 * keys + mlp) * p
     if remat == "projections":
         return d * p + attention + matrices
     norms = 2 * d * (4 + p) + (queries + keys) * (4 + p) * model.qk_norm
-    return d * p + attention + matrices + norms + (queries + keys + mlp) * p
+    return d * p + attention + matrices + norms + (d + queries + keys + mlp) * p
 
 
 def _head_channels(model: ModelConfig) -> tuple[float, float]:

@@ -31,7 +31,7 @@ NEXT_BEST = 20  # of those that were not compiled, that a report has
 
 # What libtpu's compiler can do otherwise, and may do better for some programs. One that it refuses costs seconds.
 XLA_OPTIONS: tuple[tuple[XlaOption, ...], ...] = (
-    (("xla_tpu_scoped_vmem_limit_kib", 98304),),  # VMEM for one operation
+    (("xla_tpu_scoped_vmem_limit_kib", 114688),),  # VMEM for one operation
     (  # collectives beside matrix products
         ("xla_enable_async_all_gather", True),
         ("xla_tpu_enable_async_collective_fusion_fuse_all_gather", True),

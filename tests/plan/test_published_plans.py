@@ -23,7 +23,14 @@ def published(name: str) -> dict:
 
 
 @pytest.mark.parametrize(
-    "name", ["swat-340m-v5e-4x4", "swiattn-32k-v5p-4x4x4", "qwen3-8b-bosch-v5p-4x4x8", "qwen3-8b-bosch-v6e-16x16"]
+    "name",
+    [
+        "swat-340m-v5e-4x4",
+        "swiattn-32k-v5p-4x4x4",
+        "swiattn-32k-v6e-16x16",
+        "qwen3-8b-bosch-v5p-4x4x8",
+        "qwen3-8b-bosch-v6e-16x16",
+    ],
 )
 def test_a_plan_sends_what_a_hand_counts(name):
     """Weights gathered forward and back, gradients scattered once, what `data` repeats summed; in bf16, by rings."""
