@@ -15,13 +15,15 @@ from swa_jax.model.sharding import Partition
 
 XlaOptions = Mapping[str, str | bool | int | float]
 
-TPU_OPTIONS = {
+TPU_OPTIONS: XlaOptions = {
     # A weight that `fsdp` splits is gathered when its layer runs. Left to itself, the compiler may multiply by one
     # piece after the other instead: contractions of a few dozen rows each, added up in bf16.
-    "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"
+    "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
+    # VMEM for one operation. With the compiler's own 16 MiB, matrix products read their operands many times over.
+    "xla_tpu_scoped_vmem_limit_kib": 65536,
 }
 # Collectives on the SparseCores, beside the step. Without these the TensorCores send, and the step waits.
-SPARSE_CORE_OPTIONS = {
+SPARSE_CORE_OPTIONS: XlaOptions = {
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
     "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": True,
     "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": True,
@@ -39,12 +41,12 @@ SPARSE_CORE_OPTIONS = {
 def compiler_options(partition: Partition | None, given: XlaOptions) -> dict[str, Any] | None:
     """Those of the mesh's devices, with what a run's configuration gives on top; None where there are none."""
     device = jax.devices()[0] if partition is None else partition.mesh.devices.flat[0]
-    own: XlaOptions = TPU_OPTIONS if device.platform == "tpu" else {}
+    own = TPU_OPTIONS if device.platform == "tpu" else {}
     chip = find_chip(device.device_kind)
     if chip is not None and chip.target is not None:
-        # With the compiler's own 16 MiB of VMEM, matrix products read their operands many times over.
         own = {**own, "xla_tpu_scoped_vmem_limit_kib": chip.target.vmem_kib}
-        own |= SPARSE_CORE_OPTIONS if chip.target.sparse_cores else {}
+        if chip.target.sparse_cores:
+            own = {**own, **SPARSE_CORE_OPTIONS}
     return {**own, **given} or None
 
 
