@@ -88,7 +88,7 @@ CHIPS = {
     "v6e": Chip(
         ("TPU v6 lite", "TPU v6e"),
         918e12,
-        Target("v6e:2x2", 1, 1.75, 31.24, 100e9, 12.5e9, 1640e9, 2, (0.32, 0.5), 0.74, True, 0.2, vmem_kib=98304),
+        Target("v6e:2x2", 1, 1.75, 31.24, 100e9, 12.5e9, 1640e9, 2, (0.32, 0.5), 0.74, True, 0.2, vmem_kib=114688),
         Cloud("v6e", 2, "tpu-v6e-slice", "v6e", 1, "v2-alpha-tpuv6e", single=8),
     ),
     # A JAX device is one of the chip's two cores. Not the nominal clock: the one at which published timings are met.

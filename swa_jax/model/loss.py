@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from swa_jax.model.sharding import Partition, whole
 
 CHUNK = 1024  # tokens whose logits exist at one time
-LOG_Z = "log_z"  # the name by which it is saved for the backward pass
+LANES = 128  # tokens of the vocabulary, of which a piece has a multiple: what a TPU cuts arrays into
 
 
 class Teacher(NamedTuple):
@@ -65,7 +64,7 @@ def token_loss(
     logit_multiplier: float = 1.0,
     logit_softcap: float | None = None,
 ) -> TokenLoss:
-    """Cross-entropy in nats; logits exist for `chunk` tokens at a time (on each device), forward and backward.
+    """Cross-entropy in nats; logits of `chunk` tokens, or as many, exist at a time (on each device).
 
     Args:
       hidden: [B, T, d]; head: [d, V]; targets: [B, T] int32; weights: [B, T] f32.
@@ -74,15 +73,14 @@ def token_loss(
       partition: the mesh they lie on; each device then scores its tokens over its part of the vocabulary.
       logit_multiplier, logit_softcap: as in `scaled_logits`.
     """
-    adjust = functools.partial(scaled_logits, multiplier=logit_multiplier, softcap=logit_softcap)
     axis = None if partition is None or partition.size("vocab") == 1 else partition.rules.axes("vocab")[0]
-    temperature, teacher_head = 1.0, None
+    how = _How(chunk, axis, logit_multiplier, logit_softcap)
+    teacher_head = None
     said: Any = teacher
     if isinstance(teacher, TeacherStates):
-        temperature, teacher_head, said = teacher.temperature, teacher.head, (teacher.hidden, teacher.weight)
-    loss: Callable[..., Any] = functools.partial(
-        _local_loss, chunk=chunk, axis=axis, adjust=adjust, temperature=temperature, partition=partition
-    )
+        how = how._replace(temperature=teacher.temperature)
+        teacher_head, said = teacher.head, (teacher.hidden, teacher.weight)
+    loss: Callable[..., Any] = functools.partial(_local_loss, how, partition)
     if partition is not None:
         tokens, head_spec = partition.spec("batch", "sequence"), partition.spec("embed", "vocab")
         loss = jax.shard_map(
@@ -96,6 +94,30 @@ def token_loss(
     return TokenLoss(nll, weights, correct, log_z, divergence)
 
 
+class _How(NamedTuple):
+    chunk: int  # tokens whose logits exist at one time
+    axis: str | None  # of the mesh, that splits the vocabulary
+    multiplier: float
+    softcap: float | None
+    temperature: float = 1.0  # of a teacher's whole distribution
+
+    def adjust(self, logits: jax.Array) -> jax.Array:
+        return scaled_logits(logits, self.multiplier, self.softcap)
+
+    def logits(self, hidden: jax.Array, head: jax.Array) -> jax.Array:
+        return self.adjust(jnp.einsum("nd,dv->nv", hidden, head, preferred_element_type=jnp.float32))
+
+    def log_sum_exp(self, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The greatest logit `top` and log sum exp(logits - top), each [n]."""
+        top = logits.max(axis=-1)
+        top = top if self.axis is None else jax.lax.pmax(top, self.axis)
+        return top, jnp.log(self.sum(jnp.exp(logits - top[:, None]).sum(axis=-1)))
+
+    def sum(self, part: jax.Array) -> jax.Array:
+        """Over the devices that have parts of the vocabulary."""
+        return part if self.axis is None else jax.lax.psum(part, self.axis)
+
+
 def scaled_logits(logits: jax.Array, multiplier: float, softcap: float | None) -> jax.Array:
     """c * tanh(multiplier * logits / c) for the softcap c, f32; None caps nothing."""
     if multiplier != 1:
@@ -104,157 +126,209 @@ def scaled_logits(logits: jax.Array, multiplier: float, softcap: float | None) -
 
 
 def _local_loss(
+    how: _How,
+    partition: Partition | None,
     hidden: jax.Array,
     head: jax.Array,
     targets: jax.Array,
     weights: jax.Array,
-    teacher: Teacher | tuple[jax.Array, jax.Array] | None,
+    teacher: Any,
     teacher_head: jax.Array | None,
-    *,
-    chunk: int,
-    axis: str | None,
-    adjust: Callable[[jax.Array], jax.Array],
-    temperature: float,
-    partition: Partition | None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """nll, correct, log_z and divergence of `TokenLoss`; `axis`: the mesh axis that splits the vocabulary.
+) -> Any:
+    """nll, correct, log_z and divergence of `TokenLoss`.
 
     With a `teacher_head` [d, V] the teacher is its hidden states [B, T, d] and the weights [B, T] of what it says.
     """
     if partition is not None:
         head, teacher_head = jax.tree.map(lambda one: whole(one, partition, "embed", 0), (head, teacher_head))
     batch, length, _ = hidden.shape
-    rows = batch * length
-    chunk = min(chunk, rows)
-    padding = -rows % chunk
-    first = 0 if axis is None else jax.lax.axis_index(axis) * head.shape[1]  # token id of this part's first column
+    hidden, targets, weights, teacher = jax.tree.map(
+        lambda x: x.reshape(batch * length, *x.shape[2:]), (hidden, targets, weights, teacher)
+    )
+    found = _scores(how, hidden, head, _Given(targets, weights, teacher, teacher_head))
+    return jax.tree.map(lambda x: x.reshape(batch, length).astype(jnp.float32), found)
+
+
+class _Given(NamedTuple):
+    """What the scores of n tokens depend on and no gradient flows to."""
+
+    targets: jax.Array  # [n]
+    weights: jax.Array  # [n]
+    teacher: Any  # `Teacher`, or hidden states [n, d] and weights [n], or None
+    teacher_head: jax.Array | None  # [d, V]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scores(how: _How, hidden: jax.Array, head: jax.Array, given: _Given) -> Any:
+    """nll, correct, log_z and divergence, each [n], of hidden states [n, d] and the head [d, V].
+
+    The forward pass takes some tokens at a time, with all of the vocabulary. The backward pass takes all tokens with a
+    piece of the vocabulary, as many logits: so each part of the head's gradient, the largest array there is, is written
+    once, and nothing as large is added up.
+    """
+    return _scores_fwd(how, hidden, head, given)[0]
+
+
+def _scores_fwd(how: _How, hidden: jax.Array, head: jax.Array, given: _Given) -> Any:
+    rows, first = len(hidden), _first_token(how, head)
+    chunk = min(how.chunk, rows)
 
     def split(x: jax.Array) -> jax.Array:
-        flat = x.reshape(rows, *x.shape[2:])
-        return jnp.pad(flat, [(0, padding)] + [(0, 0)] * (flat.ndim - 1)).reshape(-1, chunk, *flat.shape[1:])
+        return jnp.pad(x, [(0, -rows % chunk)] + [(0, 0)] * (x.ndim - 1)).reshape(-1, chunk, *x.shape[1:])
 
-    def logits_of(x: jax.Array, head: jax.Array) -> jax.Array:
-        return adjust(jnp.einsum("cd,dv->cv", x, head, preferred_element_type=jnp.float32))
-
-    wide = head.astype(jnp.float32)  # so that the gradients of the chunks add up in f32
-
-    # The backward pass recomputes the chunk's logits, which are many, but not what was read off them.
-    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(LOG_Z))
-    def one_chunk(
-        _: None, piece: tuple[jax.Array, jax.Array, jax.Array, Any]
-    ) -> tuple[None, tuple[jax.Array | None, ...]]:
+    def one_chunk(_: None, piece: tuple[jax.Array, jax.Array, jax.Array, Any]) -> tuple[None, Any]:
         x, target, weight, teacher = piece
-        logits = logits_of(x, wide.astype(head.dtype))  # [chunk, V]
-        log_total, top, chosen = _over_vocabulary(logits, target, first, axis)
-        scored = weight > 0
-        divergence = None
-        if teacher_head is not None:
-            theirs, learned = teacher
-            divergence = _whole_divergence(logits, logits_of(theirs, teacher_head), temperature, axis)
-            divergence = jnp.where(learned > 0, divergence, 0)
+        logits = how.logits(x, head)  # [chunk, V]
+        chosen = how.sum(jnp.sum(jnp.where(_is(target, logits, first), logits, 0), axis=-1))
+        top, log_total = how.log_sum_exp(logits)
+        log_z, scored = top + log_total, weight > 0
+        divergence, of_teacher = None, cast(Any, None)
+        if given.teacher_head is not None:
+            divergence, of_teacher = _whole_divergence(how, logits, how.logits(teacher[0], given.teacher_head))
+            divergence = jnp.where(teacher[1] > 0, divergence, 0)
         elif teacher is not None:
-            divergence = jnp.where(scored, _divergence(logits, top + log_total, teacher, first, axis), 0)
-        return None, (
-            jnp.where(scored, log_total + (top - chosen), 0),  # not from log_z, which is rounded as logits are
-            scored & (chosen >= top),
-            jnp.where(scored, top + log_total, 0),
-            divergence,
+            divergence, of_teacher = _divergence(how, logits, log_z, teacher, first)
+            divergence = jnp.where(scored, divergence, 0)
+        nll = jnp.where(scored, log_total + (top - chosen), 0)  # not from log_z, which is rounded as logits are
+        found = nll, scored & (chosen >= top), jnp.where(scored, log_z, 0), divergence
+        return None, (found, (log_z, of_teacher))
+
+    pieces = jax.tree.map(split, (hidden, given.targets, given.weights, given.teacher))
+    _, results = jax.lax.scan(one_chunk, None, pieces)
+    found, saved = jax.tree.map(lambda x: x.reshape(-1)[:rows], results)
+    return found, (hidden, head, given, *saved)
+
+
+def _scores_bwd(how: _How, saved: Any, cotangents: Any) -> Any:
+    hidden, head, given, log_z, of_teacher = saved
+    to_nll, _, to_log_z, to_divergence = cotangents
+    scored = given.weights > 0
+    # What each device is given is its share of a cotangent.
+    to_nll, to_log_z = (how.sum(jnp.where(scored, one, 0))[:, None] for one in (to_nll, to_log_z))  # [n, 1]
+    if given.teacher is not None:
+        taught = scored if given.teacher_head is None else given.teacher[1] > 0
+        to_divergence = how.sum(jnp.where(taught, to_divergence, 0))[:, None]
+
+    def to_logits(logits: jax.Array, first: Any, teacher_head: jax.Array | None) -> jax.Array:
+        """The gradient of logits [n, v], whose tokens begin with `first`."""
+        share = jnp.exp(logits - log_z[:, None])
+        gradient = (to_nll + to_log_z) * share - jnp.where(_is(given.targets, logits, first), to_nll, 0)
+        if teacher_head is not None:
+            theirs = how.logits(given.teacher[0], teacher_head)
+            return gradient + to_divergence * _whole_divergence_gradient(how, logits, theirs, of_teacher)
+        if given.teacher is not None:
+            return gradient + to_divergence * _divergence_gradient(logits, share, given.teacher, of_teacher, first)
+        return gradient
+
+    vocabulary, first = head.shape[1], _first_token(how, head)
+    width = min(vocabulary, -(-vocabulary * how.chunk // (len(hidden) * LANES)) * LANES)
+
+    def one_piece(start: Any, width: int, gradients: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        of_hidden, of_head = gradients
+        part, theirs = (
+            None if one is None else jax.lax.dynamic_slice_in_dim(one, start, width, axis=1)
+            for one in (head, given.teacher_head)
         )
+        raw = jnp.einsum("nd,dv->nv", hidden, part, preferred_element_type=jnp.float32)
+        logits, adjusted = jax.vjp(how.adjust, raw)
+        (gradient,) = adjusted(to_logits(logits, first + start, theirs))
+        gradient = gradient.astype(hidden.dtype)
+        of_part = jnp.einsum("nd,nv->dv", hidden, gradient, preferred_element_type=jnp.float32)
+        of_head = jax.lax.dynamic_update_slice_in_dim(of_head, of_part.astype(head.dtype), start, axis=1)
+        return of_hidden + jnp.einsum("nv,dv->nd", gradient, part, preferred_element_type=jnp.float32), of_head
 
-    pieces = jax.tree.map(split, (hidden, targets, weights, teacher))
-    _, found = jax.lax.scan(one_chunk, None, pieces)
+    gradients = jnp.zeros(hidden.shape, jnp.float32), jax.lax.empty(head.shape, head.dtype)
+    count, rest = divmod(vocabulary, width)
+    gradients = jax.lax.fori_loop(0, count, lambda i, both: one_piece(i * width, width, both), gradients)
+    if rest:
+        gradients = one_piece(vocabulary - rest, rest, gradients)
+    return gradients[0].astype(hidden.dtype), gradients[1], None
 
-    def join(x: jax.Array) -> jax.Array:
-        return x.reshape(-1)[:rows].reshape(batch, length).astype(jnp.float32)
 
-    return jax.tree.map(join, found)
+_scores.defvjp(_scores_fwd, _scores_bwd)
 
 
-def _over_vocabulary(
-    logits: jax.Array, target: jax.Array, first: jax.Array | int, axis: str | None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """log sum exp(logits - top), the greatest logit `top`, and the target's, each [chunk].
+def _first_token(how: _How, head: jax.Array) -> jax.Array | int:
+    """The first token of this device's part of the vocabulary."""
+    return 0 if how.axis is None else jax.lax.axis_index(how.axis) * head.shape[1]
 
-    Args:
-      logits: [chunk, V], or the part of the vocabulary from token `first`.
 
-    Sums over the row read it once and side by side, where a gather and its gradient, a scatter, would have it written.
+def _is(target: jax.Array, logits: jax.Array, first: Any) -> jax.Array:
+    """Whether a logit [n, v] is the target's [n]; its tokens begin with `first`.
+
+    A sum over rows reads them once, beside other sums, where a gather and its gradient, a scatter, have them written.
     """
-    token = first + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    chosen = jnp.sum(jnp.where(token == target[:, None], logits, 0), axis=-1)
-    top = jax.lax.stop_gradient(logits).max(axis=-1)
-    if axis is not None:
-        chosen, top = jax.lax.psum(chosen, axis), jax.lax.pmax(top, axis)
-    return _log_total(axis, logits, top), top, chosen
+    return first + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) == target[:, None]
 
 
 def _divergence(
-    logits: jax.Array, log_z: jax.Array, teacher: Teacher, first: jax.Array | int, axis: str | None
-) -> jax.Array:
-    """KL(p || q) in nats [chunk], the teacher p and the model q seen as K tokens and one class for all others:
+    how: _How, logits: jax.Array, log_z: jax.Array, teacher: Teacher, first: Any
+) -> tuple[jax.Array, jax.Array]:
+    """KL(p || q) in nats [n], the teacher p and the model q seen as K tokens and one class for all others:
 
     sum_k p_k (log p_k - log q_k) + p_r (log p_r - log q_r), where p_r = 1 - sum_k p_k and q_r = 1 - sum_k q_k.
 
     Without the last term q could give any share to tokens that p thinks unlikely.
 
     Args:
-      logits: [chunk, V], or the part of the vocabulary from token `first`; log_z: [chunk].
-      teacher: leaves [chunk, K] with K < V.
+      logits: [n, V], or the part of the vocabulary from token `first`; log_z: [n].
+      teacher: leaves [n, K] with K < V.
+
+    Returns:
+      The divergence, and log sum exp of the other tokens' logits [n], for its gradient.
     """
-    size = logits.shape[1]
-    place = teacher.tokens - first  # [chunk, K]
-    here = (place >= 0) & (place < size)
-    chosen = jnp.where(here, jnp.take_along_axis(logits, jnp.where(here, place, 0), axis=1), 0)
-    row = jnp.arange(len(logits))[:, None]
-    others = logits.at[row, jnp.where(here, place, size)].set(-jnp.inf, mode="drop")
-    top = jax.lax.stop_gradient(others).max(axis=-1)
-    if axis is not None:
-        chosen, top = jax.lax.psum(chosen, axis), jax.lax.pmax(top, axis)
-    log_q = chosen - log_z[:, None]
-    log_q_rest = top + _log_total(axis, others, top) - log_z  # not from 1 - sum q, which cancels
-    p = jnp.exp(teacher.logprobs)
-    p_rest = jnp.maximum(1 - p.sum(axis=-1), 0)  # stored log-probabilities are rounded
+    row, place = _places(logits, teacher, first)
+    here = place < logits.shape[1]
+    chosen = how.sum(jnp.where(here, jnp.take_along_axis(logits, jnp.where(here, place, 0), axis=1), 0))
+    top, log_total = how.log_sum_exp(logits.at[row, place].set(-jnp.inf, mode="drop"))
+    log_q, log_q_rest = chosen - log_z[:, None], top + log_total - log_z  # not from 1 - sum q, which cancels
+    p, p_rest = _teacher_shares(teacher)
     log_p_rest = jnp.log(jnp.where(p_rest > 0, p_rest, 1))
-    return (p * (teacher.logprobs - log_q)).sum(axis=-1) + p_rest * (log_p_rest - log_q_rest)
+    divergence = (p * (teacher.logprobs - log_q)).sum(axis=-1) + p_rest * (log_p_rest - log_q_rest)
+    return divergence, top + log_total
 
 
-def _whole_divergence(logits: jax.Array, theirs: jax.Array, temperature: float, axis: str | None) -> jax.Array:
-    """KL(p || q) in nats [chunk], p and q the softmax over `theirs` and `logits`, both divided by the temperature.
+def _divergence_gradient(
+    logits: jax.Array, share: jax.Array, teacher: Teacher, log_rest: jax.Array, first: Any
+) -> jax.Array:
+    """Of `_divergence` to logits [n, v], whose softmax is `share`: q - p, and q - p_r q / q_r of other tokens."""
+    row, place = _places(logits, teacher, first)
+    p, p_rest = _teacher_shares(teacher)
+    others = logits.at[row, place].set(-jnp.inf, mode="drop")
+    gradient = (p.sum(axis=-1) + p_rest)[:, None] * share - p_rest[:, None] * jnp.exp(others - log_rest[:, None])
+    return gradient.at[row, place].add(-p, mode="drop")
+
+
+def _places(logits: jax.Array, teacher: Teacher, first: Any) -> tuple[jax.Array, jax.Array]:
+    """Rows [n, 1] and columns [n, K] of the teacher's tokens in logits [n, v]; v where they have none."""
+    place, size = teacher.tokens - first, logits.shape[1]
+    return jnp.arange(len(logits))[:, None], jnp.where((place >= 0) & (place < size), place, size)
+
+
+def _teacher_shares(teacher: Teacher) -> tuple[jax.Array, jax.Array]:
+    """p of its tokens [n, K] and of all others [n]; stored log-probabilities are rounded."""
+    p = jnp.exp(teacher.logprobs)
+    return p, jnp.maximum(1 - p.sum(axis=-1), 0)
+
+
+def _whole_divergence(how: _How, logits: jax.Array, theirs: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """KL(p || q) in nats [n], p and q the softmax over `theirs` and `logits`, both divided by the temperature.
 
     Args:
-      logits, theirs: [chunk, V], or a part of the vocabulary. No gradient is asked of `theirs`.
+      logits, theirs: [n, V], or a part of the vocabulary.
+
+    Returns:
+      The divergence, and log sum exp of both [n], for its gradient.
     """
-
-    def log_softmax(logits: jax.Array) -> jax.Array:
-        logits = logits if temperature == 1 else logits / temperature
-        top = jax.lax.stop_gradient(logits).max(axis=-1)
-        top = top if axis is None else jax.lax.pmax(top, axis)
-        return logits - (top + _log_total(axis, logits, top))[:, None]
-
-    log_p, log_q = log_softmax(theirs), log_softmax(logits)
-    divergence = (jnp.exp(log_p) * (log_p - log_q)).sum(axis=-1)
-    return divergence if axis is None else jax.lax.psum(divergence, axis)
+    logits, theirs = logits / how.temperature, theirs / how.temperature
+    log_z, their_log_z = (top + log_total for top, log_total in map(how.log_sum_exp, (logits, theirs)))
+    log_p, log_q = theirs - their_log_z[:, None], logits - log_z[:, None]
+    return how.sum((jnp.exp(log_p) * (log_p - log_q)).sum(axis=-1)), (log_z, their_log_z)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _log_total(axis: str | None, logits: jax.Array, top: jax.Array) -> jax.Array:
-    """[chunk]; no gradient flows to `top`."""
-    return _log_total_fwd(axis, logits, top)[0]
-
-
-def _log_total_fwd(axis: str | None, logits: jax.Array, top: jax.Array) -> Any:
-    total = jnp.exp(logits - top[:, None]).sum(axis=-1)
-    if axis is not None:
-        total = jax.lax.psum(total, axis)
-    log_total = jnp.log(total)
-    return log_total, (logits, checkpoint_name(top + log_total, LOG_Z))
-
-
-def _log_total_bwd(axis: str | None, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> Any:
-    logits, log_z = saved
-    if axis is not None:  # what each device is given is its share of the cotangent
-        cotangent = jax.lax.psum(cotangent, axis)
-    return cotangent[:, None] * jnp.exp(logits - log_z[:, None]), None
-
-
-_log_total.defvjp(_log_total_fwd, _log_total_bwd)
+def _whole_divergence_gradient(
+    how: _How, logits: jax.Array, theirs: jax.Array, log_z: tuple[jax.Array, jax.Array]
+) -> jax.Array:
+    """Of `_whole_divergence` to logits [n, v]: (q - p) / temperature."""
+    q, p = (jnp.exp(x / how.temperature - z[:, None]) for x, z in zip((logits, theirs), log_z, strict=True))
+    return (q - p) / how.temperature

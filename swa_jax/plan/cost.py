@@ -10,14 +10,15 @@ Memory:
   gradients             4 bytes for each trained weight, twice where a > 1, and p for the copy that is computed with
   gathered              p for the weights of two layers, and twice p for embedding and head, all by t
   activations           n / a L times what remat keeps of a token: `kept_bytes`; of "offload" nothing
-  working               n / a times what a layer's backward pass needs; the logits of a chunk; the keys and values of
+  working               n / a times what a layer's backward pass reads; the logits of a chunk; the keys and values of
                         whole rows, with their gradients, where a layer gathers them
 A device keeps a row for each token of its `expert` axis and expert that the token meets, also for experts elsewhere.
 Time, in sums: nothing runs beside anything else.
   matmuls               2 n / t operations for each weight of a matrix, 3 times (forward, and twice back), once more
                         where remat computes them again; the head 4 times; at the share of the peak that XLA reaches
   attention             visible keys of the busiest device, as in a plan; the forward pass twice under "layer"
-  memory                what the rest of a layer reads and writes, `PASSES` times what its backward pass needs; what is
+  computed again        where layers are compiled by themselves and all is to be kept: what a chip has no room for
+  memory                what the rest of a layer reads and writes, `PASSES` times what its backward pass reads; what is
                         kept, written and read; what windowed layers copy where the sequence is split (`HALO_PASSES`);
                         logits, and the optimizer's update; by the memory's bandwidth
   weights               each piece gathers a layer's weights twice (forward, backward) and scatters their gradients;
@@ -42,7 +43,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from swa_jax.base.chips import CHIPS, TARGETS, Target
+from swa_jax.base.chips import CHIPS, GIB, TARGETS, Target
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import SWITCH, WINDOW
 from swa_jax.model.loss import CHUNK
@@ -56,17 +57,16 @@ from swa_jax.plan.kernels import busiest_device, kernels
 from swa_jax.plan.step_time import ROUTED_SHARE
 from swa_jax.train.config import StageConfig, TrainConfig
 
-# Over what a layer's backward pass needs, forward and backward together: 4 to 14 in docs/plans.
+# Over what a layer's backward pass reads, forward and backward together, beside what is kept: 4 to 14 in docs/plans.
 PASSES = 6.0
+# Of a layer that is compiled by itself, where nothing is computed again, and where something is: 0 to 2, and 2 to 3.
+UNROLLED, UNROLLED_AGAIN = 1.1, 2.2
 # Over queries, keys, values and results of a windowed layer: what XLA does around its kernels only where the sequence
 # is split. From docs/plans (SWAT 760M).
 HALO_PASSES = 5.0
-# Times the memory's traffic of a layer that is compiled by itself: what it keeps is not copied to a stack and back. And
-# times a chip's memory, by estimate, from which the compiler brings down what keeps everything by computing some again
-# (SWAT 340M in docs/plans: 2.5 to 0.97).
-UNROLLED = {"none": 0.55}
-UNROLLED_OTHERWISE = 0.9
-COMPUTED_AGAIN = 3.0
+# Times a chip's memory, by estimate, from which the compiler brings down what keeps everything by computing some again
+# (SWAT 340M in docs/plans: 1.5 to 0.97).
+COMPUTED_AGAIN = 1.7
 TILE_BYTES = 32  # of a column of a tile
 LOGIT_PASSES = 8.0
 UPDATE_PASSES = 8.0  # over the optimizer's f32 arrays: gradient, weight and both moments, read and written
@@ -159,7 +159,8 @@ class _Share(NamedTuple):
 def estimate(work: Workload, settings: RunChanges) -> StepEstimate:
     """Memory and time of a step of the workload's stage, by the formulas at the top of this file."""
     share = _share(work, settings)
-    return StepEstimate(_seconds(work, share), _bytes(work, share))
+    size = _bytes(work, share)
+    return StepEstimate(_seconds(work, share) | _computed_again(work, share, sum(size.values())), size)
 
 
 def estimate_bytes(work: Workload, settings: RunChanges) -> float:
@@ -212,6 +213,15 @@ def _mlp_width(model: ModelConfig, expert: int) -> float:
     return ((1 + model.gated_mlp) * dense + 2 * len(model.sparse_layers) * rows) / model.num_hidden_layers
 
 
+def needed_bytes(work: Workload, settings: RunChanges, tensor: int = 1) -> float:
+    """What the backward pass of a layer reads of a token."""
+    model, p = work.model, work.number_bytes
+    d, (queries, keys) = model.hidden_size, (width / tensor for width in _head_channels(model))
+    norms = 2 * d * (4 + p) + (queries + keys) * (4 + p) * model.qk_norm
+    products = _mlp_width(model, settings.expert) / tensor * p
+    return kept_bytes(work, settings, "projections", tensor) + norms + (d + queries + keys) * p + products
+
+
 def kept_bytes(work: Workload, settings: RunChanges, remat: Remat, tensor: int = 1) -> float:
     """What the forward pass keeps of a token and layer on the chip, or on its host under "offload"."""
     model, p = work.model, work.number_bytes
@@ -229,8 +239,10 @@ def kept_bytes(work: Workload, settings: RunChanges, remat: Remat, tensor: int =
     matrices = (queries + 2 * keys + mlp) * p
     if remat == "projections":
         return d * p + attention + matrices
-    norms = 2 * d * (4 + p) + (queries + keys) * (4 + p) * model.qk_norm
-    return d * p + attention + matrices + norms + (d + queries + keys + mlp) * p
+    # Of a layer by itself, what is cheap is computed in whatever reads it: norms, activation functions, products.
+    if settings.computed_again and work.chip_name in TARGETS:
+        return d * p + attention + matrices + (d + queries + keys) * p
+    return needed_bytes(work, settings, tensor)
 
 
 def _head_channels(model: ModelConfig) -> tuple[float, float]:
@@ -257,7 +269,7 @@ def _bytes(work: Workload, share: _Share) -> dict[str, float]:
         "activations": 0.0
         if settings.remat == "offload"
         else tokens * layers * kept_bytes(work, settings, settings.remat, share.tensor),
-        "working": tokens * kept_bytes(work, settings, "none", share.tensor) + 2 * logits + whole_rows,
+        "working": tokens * needed_bytes(work, settings, share.tensor) + 2 * logits + whole_rows,
     } | ({} if work.teacher is None else {"teacher": _teacher_bytes(work, share, tokens, logits)})
 
 
@@ -291,10 +303,10 @@ def _seconds(work: Workload, share: _Share) -> dict[str, float]:
         products += (2 + again) * sum((heads + kv_heads) * size**2 for kv_heads, size in model.head_shapes)
     if lora is not None:
         products += 3 * lora.num_parameters(model)
-    passes = PASSES * kept_bytes(work, settings, "none", share.tensor)
+    passes = PASSES if settings.scan_layers else UNROLLED if settings.remat == "none" else UNROLLED_AGAIN
+    passes *= needed_bytes(work, settings, share.tensor)
     passes += 2 * kept_bytes(work, settings, settings.remat, share.tensor)
     logits = share.tokens * model.vocab_size / share.tensor * 4
-    passes *= 1 if settings.scan_layers else UNROLLED.get(settings.remat, UNROLLED_OTHERWISE)
     moved = share.tokens * model.num_hidden_layers * passes + LOGIT_PASSES * logits
     if share.context > 1:
         rows = 2 * sum(_head_channels(model)) / share.tensor
@@ -312,13 +324,21 @@ def _seconds(work: Workload, share: _Share) -> dict[str, float]:
     } | ({} if work.teacher is None else {"teacher": _teacher_seconds(work, share)})
 
 
+def _computed_again(work: Workload, share: _Share, size: float) -> dict[str, float]:
+    """Each number that the compiler has no room to keep is computed again by a product over the stream's d channels."""
+    if not share.settings.computed_again:
+        return {}
+    numbers = share.pieces * max(0.0, size - work.chip.hbm_gib * GIB) / work.number_bytes
+    return {"computed again": 2 * numbers * work.model.hidden_size / (work.peak * work.chip.matmul_share)}
+
+
 def _teacher_seconds(work: Workload, share: _Share) -> float:
     model, chip, p = work.model, work.chip, work.number_bytes
     assert work.teacher is not None
     positions = np.arange(work.stage.sequence_length)
     attention = kernels(work.chip_name, model, work.teacher, positions).seconds.values()
     products = sum((row.matrix + 2 * row.output) * row.active_size for row in work.parameters)
-    passes = PASSES / 3 * model.num_hidden_layers * kept_bytes(work, share.settings, "none", share.tensor)
+    passes = PASSES / 3 * model.num_hidden_layers * needed_bytes(work, share.settings, share.tensor)
     logits = LOGIT_PASSES / 2 * model.vocab_size / share.tensor * 4
     a_token = 2 * products / share.tensor / (work.peak * chip.matmul_share) + (passes + logits) / chip.hbm_bytes
     a_token += sum(float(one.forward.mean()) for one in attention) / share.tensor

@@ -212,6 +212,17 @@ def test_what_is_sent_follows_the_mesh():
     assert full == pytest.approx(3 * (2 + 1) * ring / (2 * 2 * 50e9))
 
 
+def test_what_the_compiler_has_no_room_for_takes_time():
+    """Of a layer by itself, all of which is kept, twice the tokens take more than twice the time; of a loop they do
+    not."""
+    by_itself = RunChanges(1, 4, 1, 1, "none", 1, scan_layers=False)
+    for settings, again in ((by_itself, True), (by_itself._replace(scan_layers=True), False)):
+        small, large = (estimate(work_of(config_of(rows=rows, length=8192), 4), settings) for rows in (16, 4096))
+        assert large.bytes > TARGETS["v5e"].hbm_gib * 2**30 > small.bytes
+        assert (large.seconds / small.seconds > 256) == again
+        assert ("computed again" in large.seconds_by_part) == again
+
+
 def test_a_longer_context_is_no_faster_when_rows_do_not_lie_in_zigzag():
     plain, zigzag = (
         estimate(
@@ -225,6 +236,7 @@ def test_a_longer_context_is_no_faster_when_rows_do_not_lie_in_zigzag():
 PLANS = {
     "swiattn-32k-v5p-4x4x4": "v5p",
     "swiattn-32k-v6e-16x16": "v6e",
+    "swat-340m-v5e-4x4": "v5e",
     "swat-760m-v5e-16x16": "v5e",
     "qwen3-8b-bosch-v5p-4x4x8": "v5p",
     "qwen3-8b-bosch-v6e-16x16": "v6e",
@@ -234,16 +246,17 @@ PLANS = {
 
 @pytest.mark.parametrize("name", PLANS)
 def test_estimates_are_near_the_published_plans(monkeypatch, name):
-    """Near enough to say what to compile: nothing runs beside anything else in an estimate, as it does in SWAT 760M."""
+    """Near enough to say what to compile first. What does not fit, the compiler has brought down."""
     monkeypatch.chdir(ROOT)
     compiled = json.loads((ROOT / "docs" / "plans" / f"{name}.json").read_text())
     config = load_config(TrainConfig, compiled["config"], compiled["overrides"])
     work = work_of(config, compiled["devices"], PLANS[name])
     settings = present(config, 0, compiled["devices"])
     guess = estimate(work, settings)
-    assert 0.6 < guess.seconds / compiled["time"]["seconds"] < 1.6
-    assert guess.bytes / compiled["memory"]["total"] > 0.6
-    assert least_bytes(settings, guess.bytes) / compiled["memory"]["total"] < 1.7
+    assert 0.9 < guess.seconds / compiled["time"]["seconds"] < 1.25
+    assert guess.bytes / compiled["memory"]["total"] > 0.8
+    fits = guess.bytes <= compiled["memory"]["capacity"]
+    assert (guess.bytes if fits else least_bytes(settings, guess.bytes)) / compiled["memory"]["total"] < 1.2
 
 
 # ---- the search ----
@@ -311,8 +324,8 @@ def test_the_loop_over_layers_is_tried_with_and_without(seconds):
 
 
 def test_what_is_said_is_kept_and_the_first_is_enough_if_no_other_is_expected_to_be_faster(monkeypatch):
-    """SWAT 340M: `remat: none` takes 2.5 times a chip's memory by estimate, and the compiler finds room for the layers
-    if each is compiled by itself."""
+    """SWAT 340M: with all kept, a batch in one piece takes 1.5 times a chip's memory. Two pieces take no time for what
+    the compiler would have to compute again."""
     monkeypatch.chdir(ROOT)
     config = load_config(TrainConfig, "configs/swat/340m.yaml")
     work = work_of(config, 16)
@@ -320,10 +333,10 @@ def test_what_is_said_is_kept_and_the_first_is_enough_if_no_other_is_expected_to
 
     def compile_one(settings):
         compiled.append(settings)
-        return report(0.73, gib=15.3)
+        return report(0.53, gib=11.1)
 
     best = fastest(work, compile_one, lambda line: None).settings
-    assert (best.remat, best.scan_layers, best.accumulate) == ("none", False, 1)
+    assert (best.remat, best.scan_layers, best.accumulate) == ("none", False, 2)
     assert len(compiled) == 1
     given = dataclasses.replace(config, remat="layer", scan_layers=True, mesh=MeshConfig(data=4))
     compiled.clear()

@@ -8,16 +8,18 @@ import numpy as np
 import pytest
 
 from swa_jax.model.attention import Routing
-from swa_jax.model.loss import Teacher, TokenLoss, next_token_targets, token_loss
+from swa_jax.model.loss import Teacher, TeacherStates, TokenLoss, next_token_targets, token_loss
 from swa_jax.train.objectives import SwitchLoss, mean_by_layer, switch_regularizer
+
+VOCABULARY = 300  # of which the backward pass takes 128 tokens at a time, and a rest
 
 
 @functools.cache
-def random_case(batch=2, length=37):
+def random_case(batch=2, length=37, vocabulary=VOCABULARY):
     keys = jax.random.split(jax.random.key(0), 4)
     hidden = jax.random.normal(keys[0], (batch, length, 8))
-    head = jax.random.normal(keys[1], (8, 29))
-    tokens = jax.random.randint(keys[2], (batch, length), 0, 29)
+    head = jax.random.normal(keys[1], (8, vocabulary))
+    tokens = jax.random.randint(keys[2], (batch, length), 0, vocabulary)
     weights = jax.random.uniform(keys[3], (batch, length)) * (jnp.arange(length) % 3 > 0)
     return hidden, head, tokens, weights
 
@@ -31,20 +33,26 @@ def mean_loss(loss):
 
 
 @pytest.mark.parametrize("chunk", [16, 1000])
-def test_chunked_cross_entropy_equals_the_plain_form_with_gradients(chunk):
+@pytest.mark.parametrize("scaled", [{}, {"logit_multiplier": 3.0, "logit_softcap": 2.0}])
+def test_chunked_cross_entropy_equals_the_plain_form_with_gradients(chunk, scaled):
     hidden, head, targets, weights = random_case()
+    mix = np.random.default_rng(9).standard_normal(weights.shape).astype(np.float32) / weights.size
 
     def plain(hidden, head):
-        logp = jax.nn.log_softmax(hidden @ head)
-        nll = -jnp.take_along_axis(logp, targets[..., None], -1)[..., 0]
-        return jnp.sum(nll * weights) / jnp.sum(weights), None
+        logits = hidden @ head
+        logits = 2 * jnp.tanh(3 * logits / 2) if scaled else logits
+        log_z = jax.nn.logsumexp(logits, axis=-1)
+        nll = jnp.where(weights > 0, log_z - jnp.take_along_axis(logits, targets[..., None], -1)[..., 0], 0)
+        return jnp.sum(nll * weights) / jnp.sum(weights) + (mix * jnp.where(weights > 0, log_z, 0)).sum(), nll
 
     def chunked(hidden, head):
-        return mean_loss(token_loss(hidden, head, targets, weights, chunk)), None
+        loss = token_loss(hidden, head, targets, weights, chunk, **scaled)
+        return mean_loss(loss) + (mix * loss.log_z).sum(), loss.nll
 
-    (ours, _), gradients = value_and_gradients(chunked, hidden, head)
-    (theirs, _), expected = value_and_gradients(plain, hidden, head)
+    (ours, nll), gradients = value_and_gradients(chunked, hidden, head)
+    (theirs, expected_nll), expected = value_and_gradients(plain, hidden, head)
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    np.testing.assert_allclose(nll, expected_nll, rtol=2e-5, atol=1e-5)
     for ours, theirs in zip(gradients, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
 
@@ -62,15 +70,6 @@ def test_the_head_s_gradient_in_bfloat16_does_not_lose_by_chunks():
         jnp.linalg.norm((x - exact).astype(jnp.float32)) / jnp.linalg.norm(exact) for x in (whole, parts)
     )
     assert error_parts < 1.2 * error_whole
-
-
-def test_multiplier_and_softcap_of_the_logits():
-    hidden, head, targets, weights = random_case()
-    logits = 2.0 * np.tanh(np.asarray(hidden @ head, np.float64) * 3.0 / 2.0)
-    log_z = np.log(np.exp(logits).sum(-1))
-    nll = log_z - np.take_along_axis(logits, np.asarray(targets)[..., None], -1)[..., 0]
-    loss = token_loss(hidden, head, targets, weights, 16, logit_multiplier=3.0, logit_softcap=2.0)
-    np.testing.assert_allclose(loss.nll, np.where(np.asarray(weights) > 0, nll, 0), rtol=2e-5, atol=1e-5)
 
 
 def test_correct_counts_scored_positions_whose_target_is_the_likeliest():
@@ -144,18 +143,18 @@ def test_the_mean_by_layer_leaves_padding_out():
 # ---- KL to a teacher's top K ----
 
 
-def teacher_case(count):
-    hidden, head, targets, weights = random_case()
+def teacher_case(count, vocabulary):
+    hidden, head, targets, weights = random_case(vocabulary=vocabulary)
     logits = np.random.default_rng(7).standard_normal((*targets.shape, head.shape[1])) * 2
     logp = jax.nn.log_softmax(jnp.asarray(logits, jnp.float32))
     values, ids = jax.lax.top_k(logp, count)
     return hidden, head, targets, weights, logp, Teacher(ids, values)
 
 
-@pytest.mark.parametrize(("chunk", "count"), [(1000, 1), (16, 28)])
-def test_divergence_from_the_top_k_and_the_rest_as_one_class(chunk, count):
+@pytest.mark.parametrize(("chunk", "count", "vocabulary"), [(1000, 1, VOCABULARY), (16, 5, VOCABULARY), (16, 28, 29)])
+def test_divergence_from_the_top_k_and_the_rest_as_one_class(chunk, count, vocabulary):
     """KL over K + 1 classes by the plain formula, with its gradients. With V - 1 of V tokens it is the whole KL."""
-    hidden, head, targets, weights, logp, teacher = teacher_case(count=count)
+    hidden, head, targets, weights, logp, teacher = teacher_case(count, vocabulary)
 
     def plain(hidden, head):
         logq = jax.nn.log_softmax(hidden @ head)
@@ -172,7 +171,7 @@ def test_divergence_from_the_top_k_and_the_rest_as_one_class(chunk, count):
     (_, found), gradients = value_and_gradients(ours, hidden, head)
     (_, expected), theirs = value_and_gradients(plain, hidden, head)
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
-    if count == 28:
+    if count == vocabulary - 1:
         logq = jax.nn.log_softmax(hidden @ head)
         whole = jnp.where(weights > 0, (jnp.exp(logp) * (logp - logq)).sum(-1), 0)
         np.testing.assert_allclose(found, whole, rtol=1e-3, atol=1e-4)
@@ -180,9 +179,35 @@ def test_divergence_from_the_top_k_and_the_rest_as_one_class(chunk, count):
         np.testing.assert_allclose(got, want, rtol=1e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("chunk", [16, 1000])
+def test_divergence_from_a_whole_distribution_at_a_temperature(chunk):
+    hidden, head, targets, weights = random_case()
+    rng = np.random.default_rng(8)
+    theirs, their_head, mix = (
+        jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in (hidden.shape, head.shape, weights.shape)
+    )
+    learned = jnp.asarray(rng.integers(2, size=weights.shape), jnp.float32)
+
+    def plain(hidden, head):
+        logp, logq = (jax.nn.log_softmax(x @ w / 1.5) for x, w in ((theirs, their_head), (hidden, head)))
+        divergence = jnp.where(learned > 0, (jnp.exp(logp) * (logp - logq)).sum(-1), 0)
+        return (divergence * mix).sum(), divergence
+
+    def ours(hidden, head):
+        said = TeacherStates(theirs, their_head, learned, 1.5)
+        divergence = token_loss(hidden, head, targets, weights, chunk, teacher=said).divergence
+        return (divergence * mix).sum(), divergence
+
+    (_, found), gradients = value_and_gradients(ours, hidden, head)
+    (_, expected), exact = value_and_gradients(plain, hidden, head)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    for got, want in zip(gradients, exact, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
 def test_divergence_from_oneself_is_nothing():
     """Also where the K likeliest hold all of the probability that f32 and the file's float16 can tell."""
-    hidden, head, targets, weights = random_case()
+    hidden, head, targets, weights = random_case(vocabulary=29)
 
     @jax.jit
     def divergence(head):
