@@ -88,14 +88,14 @@ CHIPS = {
     "v6e": Chip(
         ("TPU v6 lite", "TPU v6e"),
         918e12,
-        Target("v6e:2x2", 1, 1.75, 31.24, 100e9, 12.5e9, 1640e9, 2, (0.32, 0.5), 0.74, True, 0.2, vmem_kib=114688),
+        Target("v6e:2x2", 1, 1.75, 31.24, 100e9, 12.5e9, 1640e9, 2, (0.32, 0.5), 0.77, True, 0.2, vmem_kib=114688),
         Cloud("v6e", 2, "tpu-v6e-slice", "v6e", 1, "v2-alpha-tpuv6e", single=8),
     ),
     # A JAX device is one of the chip's two cores. Not the nominal clock: the one at which published timings are met.
     "v7x": Chip(
         ("TPU7x",),
         1153.5e12,
-        Target("tpu7x:2x2x1", 1, 1.88, 94.74, 100e9, 6.25e9, 3690e9, 3, (0.32, 0.5), 0.74, True, 0.2),
+        Target("tpu7x:2x2x1", 1, 1.88, 94.74, 100e9, 6.25e9, 3690e9, 3, (0.32, 0.5), 0.77, True, 0.2),
         Cloud("tpu7x", 3, "tpu7x", None, 2, None),
     ),
     "a100": Chip(("NVIDIA A100",), 312e12),
