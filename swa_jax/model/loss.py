@@ -104,6 +104,11 @@ class _How(NamedTuple):
     def adjust(self, logits: jax.Array) -> jax.Array:
         return scaled_logits(logits, self.multiplier, self.softcap)
 
+    def split(self, x: jax.Array) -> jax.Array:
+        """[n, ...] -> [chunks, chunk, ...], with zeros at the end."""
+        chunk = min(self.chunk, len(x))
+        return jnp.pad(x, [(0, -len(x) % chunk)] + [(0, 0)] * (x.ndim - 1)).reshape(-1, chunk, *x.shape[1:])
+
     def logits(self, hidden: jax.Array, head: jax.Array) -> jax.Array:
         return self.adjust(jnp.einsum("nd,dv->nv", hidden, head, preferred_element_type=jnp.float32))
 
@@ -162,19 +167,16 @@ class _Given(NamedTuple):
 def _scores(how: _How, hidden: jax.Array, head: jax.Array, given: _Given) -> Any:
     """nll, correct, log_z and divergence, each [n], of hidden states [n, d] and the head [d, V].
 
-    The forward pass takes some tokens at a time, with all of the vocabulary. The backward pass takes all tokens with a
-    piece of the vocabulary, as many logits: so each part of the head's gradient, the largest array there is, is written
-    once, and nothing as large is added up.
+    The forward pass takes some tokens at a time, with all of the vocabulary. So does the backward pass if tokens
+    outnumber the vocabulary. Otherwise it takes all tokens with a piece of the vocabulary, as many logits: the head's
+    gradient, the largest array there is, is then written once, and what is added up piece by piece is as large as the
+    hidden states.
     """
     return _scores_fwd(how, hidden, head, given)[0]
 
 
 def _scores_fwd(how: _How, hidden: jax.Array, head: jax.Array, given: _Given) -> Any:
     rows, first = len(hidden), _first_token(how, head)
-    chunk = min(how.chunk, rows)
-
-    def split(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, [(0, -rows % chunk)] + [(0, 0)] * (x.ndim - 1)).reshape(-1, chunk, *x.shape[1:])
 
     def one_chunk(_: None, piece: tuple[jax.Array, jax.Array, jax.Array, Any]) -> tuple[None, Any]:
         x, target, weight, teacher = piece
@@ -193,7 +195,7 @@ def _scores_fwd(how: _How, hidden: jax.Array, head: jax.Array, given: _Given) ->
         found = nll, scored & (chosen >= top), jnp.where(scored, log_z, 0), divergence
         return None, (found, (log_z, of_teacher))
 
-    pieces = jax.tree.map(split, (hidden, given.targets, given.weights, given.teacher))
+    pieces = jax.tree.map(how.split, (hidden, given.targets, given.weights, given.teacher))
     _, results = jax.lax.scan(one_chunk, None, pieces)
     found, saved = jax.tree.map(lambda x: x.reshape(-1)[:rows], results)
     return found, (hidden, head, given, *saved)
@@ -204,45 +206,77 @@ def _scores_bwd(how: _How, saved: Any, cotangents: Any) -> Any:
     to_nll, _, to_log_z, to_divergence = cotangents
     scored = given.weights > 0
     # What each device is given is its share of a cotangent.
-    to_nll, to_log_z = (how.sum(jnp.where(scored, one, 0))[:, None] for one in (to_nll, to_log_z))  # [n, 1]
+    to_nll, to_log_z = (how.sum(jnp.where(scored, one, 0)) for one in (to_nll, to_log_z))
     if given.teacher is not None:
         taught = scored if given.teacher_head is None else given.teacher[1] > 0
-        to_divergence = how.sum(jnp.where(taught, to_divergence, 0))[:, None]
+        to_divergence = how.sum(jnp.where(taught, to_divergence, 0))
+    tokens = _Tokens(hidden, given.targets, given.teacher, log_z, of_teacher, to_nll, to_log_z, to_divergence)
+    gradients = functools.partial(_gradients, how, head, given.teacher_head)
+    if len(hidden) <= head.shape[1]:
+        return *gradients(head.dtype, tokens), None
 
-    def to_logits(logits: jax.Array, first: Any, teacher_head: jax.Array | None) -> jax.Array:
+    def one_chunk(total: jax.Array, chunk: _Tokens) -> tuple[jax.Array, jax.Array]:
+        of_hidden, of_head = gradients(total.dtype, chunk)
+        return total + of_head, of_hidden
+
+    total = jnp.zeros(head.shape, jnp.float32)
+    total, of_hidden = jax.lax.scan(one_chunk, total, jax.tree.map(how.split, tokens))
+    return of_hidden.reshape(-1, hidden.shape[1])[: len(hidden)], total.astype(head.dtype), None
+
+
+class _Tokens(NamedTuple):
+    """What the gradient of n tokens' logits is made of."""
+
+    hidden: jax.Array  # [n, d]
+    targets: jax.Array  # [n]
+    teacher: Any  # as of `_Given`
+    log_z: jax.Array  # [n]
+    of_teacher: Any  # what its divergence saved
+    to_nll: jax.Array  # [n], cotangents
+    to_log_z: jax.Array
+    to_divergence: jax.Array | None
+
+    def to_logits(self, how: _How, logits: jax.Array, first: Any, teacher_head: jax.Array | None) -> jax.Array:
         """The gradient of logits [n, v], whose tokens begin with `first`."""
-        share = jnp.exp(logits - log_z[:, None])
-        gradient = (to_nll + to_log_z) * share - jnp.where(_is(given.targets, logits, first), to_nll, 0)
+        to_nll, share = self.to_nll[:, None], jnp.exp(logits - self.log_z[:, None])
+        gradient = (to_nll + self.to_log_z[:, None]) * share - jnp.where(_is(self.targets, logits, first), to_nll, 0)
+        if self.to_divergence is None:
+            return gradient
         if teacher_head is not None:
-            theirs = how.logits(given.teacher[0], teacher_head)
-            return gradient + to_divergence * _whole_divergence_gradient(how, logits, theirs, of_teacher)
-        if given.teacher is not None:
-            return gradient + to_divergence * _divergence_gradient(logits, share, given.teacher, of_teacher, first)
-        return gradient
+            theirs = how.logits(self.teacher[0], teacher_head)
+            more = _whole_divergence_gradient(how, logits, theirs, self.of_teacher)
+        else:
+            more = _divergence_gradient(logits, share, self.teacher, self.of_teacher, first)
+        return gradient + self.to_divergence[:, None] * more
 
-    vocabulary, first = head.shape[1], _first_token(how, head)
+
+def _gradients(
+    how: _How, head: jax.Array, teacher_head: jax.Array | None, dtype: Any, tokens: _Tokens
+) -> tuple[jax.Array, jax.Array]:
+    """Of the hidden states [n, d], and of the head [d, V] in `dtype`."""
+    hidden, vocabulary, first = tokens.hidden, head.shape[1], _first_token(how, head)
     width = min(vocabulary, -(-vocabulary * how.chunk // (len(hidden) * LANES)) * LANES)
 
     def one_piece(start: Any, width: int, gradients: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         of_hidden, of_head = gradients
         part, theirs = (
             None if one is None else jax.lax.dynamic_slice_in_dim(one, start, width, axis=1)
-            for one in (head, given.teacher_head)
+            for one in (head, teacher_head)
         )
         raw = jnp.einsum("nd,dv->nv", hidden, part, preferred_element_type=jnp.float32)
         logits, adjusted = jax.vjp(how.adjust, raw)
-        (gradient,) = adjusted(to_logits(logits, first + start, theirs))
+        (gradient,) = adjusted(tokens.to_logits(how, logits, first + start, theirs))
         gradient = gradient.astype(hidden.dtype)
         of_part = jnp.einsum("nd,nv->dv", hidden, gradient, preferred_element_type=jnp.float32)
-        of_head = jax.lax.dynamic_update_slice_in_dim(of_head, of_part.astype(head.dtype), start, axis=1)
+        of_head = jax.lax.dynamic_update_slice_in_dim(of_head, of_part.astype(dtype), start, axis=1)
         return of_hidden + jnp.einsum("nv,dv->nd", gradient, part, preferred_element_type=jnp.float32), of_head
 
-    gradients = jnp.zeros(hidden.shape, jnp.float32), jax.lax.empty(head.shape, head.dtype)
+    gradients = jnp.zeros(hidden.shape, jnp.float32), jax.lax.empty(head.shape, dtype)
     count, rest = divmod(vocabulary, width)
     gradients = jax.lax.fori_loop(0, count, lambda i, both: one_piece(i * width, width, both), gradients)
     if rest:
         gradients = one_piece(vocabulary - rest, rest, gradients)
-    return gradients[0].astype(hidden.dtype), gradients[1], None
+    return gradients[0].astype(hidden.dtype), gradients[1]
 
 
 _scores.defvjp(_scores_fwd, _scores_bwd)

@@ -32,10 +32,10 @@ def mean_loss(loss):
     return jnp.sum(loss.nll * loss.weight) / jnp.sum(loss.weight)
 
 
-@pytest.mark.parametrize("chunk", [16, 1000])
+@pytest.mark.parametrize(("chunk", "vocabulary"), [(16, VOCABULARY), (16, 29), (1000, VOCABULARY)])
 @pytest.mark.parametrize("scaled", [{}, {"logit_multiplier": 3.0, "logit_softcap": 2.0}])
-def test_chunked_cross_entropy_equals_the_plain_form_with_gradients(chunk, scaled):
-    hidden, head, targets, weights = random_case()
+def test_chunked_cross_entropy_equals_the_plain_form_with_gradients(chunk, vocabulary, scaled):
+    hidden, head, targets, weights = random_case(vocabulary=vocabulary)
     mix = np.random.default_rng(9).standard_normal(weights.shape).astype(np.float32) / weights.size
 
     def plain(hidden, head):
@@ -179,9 +179,9 @@ def test_divergence_from_the_top_k_and_the_rest_as_one_class(chunk, count, vocab
         np.testing.assert_allclose(got, want, rtol=1e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("chunk", [16, 1000])
-def test_divergence_from_a_whole_distribution_at_a_temperature(chunk):
-    hidden, head, targets, weights = random_case()
+@pytest.mark.parametrize(("chunk", "vocabulary"), [(16, VOCABULARY), (16, 29), (1000, VOCABULARY)])
+def test_divergence_from_a_whole_distribution_at_a_temperature(chunk, vocabulary):
+    hidden, head, targets, weights = random_case(vocabulary=vocabulary)
     rng = np.random.default_rng(8)
     theirs, their_head, mix = (
         jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in (hidden.shape, head.shape, weights.shape)
