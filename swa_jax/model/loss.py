@@ -69,7 +69,7 @@ def token_loss(
     Args:
       hidden: [B, T, d]; head: [d, V]; targets: [B, T] int32; weights: [B, T] f32.
       teacher: adds the divergence from it: of `Teacher` at each target (`_divergence`), of `TeacherStates` wherever it
-        has weight (`_whole_divergence`); its logits exist for a chunk at a time too.
+        has weight (`_whole_divergence`); its logits exist for a chunk at a time too. No gradient flows to it.
       partition: the mesh they lie on; each device then scores its tokens over its part of the vocabulary.
       logit_multiplier, logit_softcap: as in `scaled_logits`.
     """
@@ -266,7 +266,7 @@ def _gradients(
         raw = jnp.einsum("nd,dv->nv", hidden, part, preferred_element_type=jnp.float32)
         logits, adjusted = jax.vjp(how.adjust, raw)
         (gradient,) = adjusted(tokens.to_logits(how, logits, first + start, theirs))
-        gradient = gradient.astype(hidden.dtype)
+        gradient = gradient.astype(jnp.result_type(hidden, part))
         of_part = jnp.einsum("nd,nv->dv", hidden, gradient, preferred_element_type=jnp.float32)
         of_head = jax.lax.dynamic_update_slice_in_dim(of_head, of_part.astype(dtype), start, axis=1)
         return of_hidden + jnp.einsum("nv,dv->nd", gradient, part, preferred_element_type=jnp.float32), of_head

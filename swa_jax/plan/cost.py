@@ -18,9 +18,10 @@ Time, in sums: nothing runs beside anything else.
                         where remat computes them again; the head 4 times; at the share of the peak that XLA reaches
   attention             visible keys of the busiest device, as in a plan; the forward pass twice under "layer"
   computed again        where layers are compiled by themselves and all is to be kept: what a chip has no room for
-  memory                what the rest of a layer reads and writes, `PASSES` times what its backward pass reads; what is
-                        kept, written and read; what windowed layers copy where the sequence is split (`HALO_PASSES`);
-                        logits, and the optimizer's update; by the memory's bandwidth
+  memory                what the rest of a layer reads and writes: `PASSES` times what its backward pass reads, or of a
+                        layer by itself `UNROLLED` times; what is kept, written and read; what windowed layers copy
+                        where the sequence is split (`HALO_PASSES`); logits, and the optimizer's update; by the memory's
+                        bandwidth
   weights               each piece gathers a layer's weights twice (forward, backward) and scatters their gradients;
                         over all devices of a slice it sums them (see `chips`), and so what `data` repeats; between
                         slices at the speed of their network
@@ -65,7 +66,7 @@ UNROLLED, UNROLLED_AGAIN = 1.1, 2.2
 # is split. From docs/plans (SWAT 760M).
 HALO_PASSES = 5.0
 # Times a chip's memory, by estimate, from which the compiler brings down what keeps everything by computing some again
-# (SWAT 340M in docs/plans: 1.5 to 0.97).
+# (SWAT 340M, its batch in one piece: 1.5 to 0.97).
 COMPUTED_AGAIN = 1.7
 TILE_BYTES = 32  # of a column of a tile
 LOGIT_PASSES = 8.0
@@ -338,7 +339,8 @@ def _teacher_seconds(work: Workload, share: _Share) -> float:
     positions = np.arange(work.stage.sequence_length)
     attention = kernels(work.chip_name, model, work.teacher, positions).seconds.values()
     products = sum((row.matrix + 2 * row.output) * row.active_size for row in work.parameters)
-    passes = PASSES / 3 * model.num_hidden_layers * needed_bytes(work, share.settings, share.tensor)
+    passes = (PASSES if share.settings.scan_layers else UNROLLED) / 3 * model.num_hidden_layers
+    passes *= needed_bytes(work, share.settings, share.tensor)
     logits = LOGIT_PASSES / 2 * model.vocab_size / share.tensor * 4
     a_token = 2 * products / share.tensor / (work.peak * chip.matmul_share) + (passes + logits) / chip.hbm_bytes
     a_token += sum(float(one.forward.mean()) for one in attention) / share.tensor

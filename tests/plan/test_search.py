@@ -213,8 +213,7 @@ def test_what_is_sent_follows_the_mesh():
 
 
 def test_what_the_compiler_has_no_room_for_takes_time():
-    """Of a layer by itself, all of which is kept, twice the tokens take more than twice the time; of a loop they do
-    not."""
+    """256 times the rows take more than 256 times the time where layers are compiled by themselves, not in a loop."""
     by_itself = RunChanges(1, 4, 1, 1, "none", 1, scan_layers=False)
     for settings, again in ((by_itself, True), (by_itself._replace(scan_layers=True), False)):
         small, large = (estimate(work_of(config_of(rows=rows, length=8192), 4), settings) for rows in (16, 4096))
