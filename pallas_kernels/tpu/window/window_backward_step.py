@@ -190,7 +190,7 @@ class WindowBackwardBody:
             refs.rotated_q[...] = rotate_tile(call, refs.q[...], refs.cos[...], refs.sin[...])
             self.refs = refs = refs._replace(q=refs.rotated_q)
         self.started_queries.clear()
-        if call.has_head_bias:  # read here, not in each unit: with ALiBi that is 8 % of the pass
+        if call.has_head_bias:  # read here, not in each unit: up to 8 % of ALiBi's pass
             heads = range(call.abreast)
             self.head_bias = [[refs.head_bias[h, i : i + 1, 0:1] * call.unit for i in range(2)] for h in heads]
         if call.has_bias:
