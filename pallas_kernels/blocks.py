@@ -101,7 +101,8 @@ def choose_tiles(
     """
     tiles = next((tiles for name, tiles in _BY_GENERATION.items() if name in kind), Tiles())
     block, sum_on_mxu = (1024, tiles.sum_on_mxu) if head_dim <= 128 else (512, False)
-    block *= 2 if scheduled else 1
+    if scheduled:  # wide heads on narrow matrix units would have too many tiles
+        block = 2048 if head_dim <= (256 if tiles.tile >= 256 else 128) else 1024
     tiles = dataclasses.replace(tiles, q_block=block, kv_block=block, sum_on_mxu=sum_on_mxu)
     if row := _nearest(kind, "forward", head_dim, window):
         block = row["block"]

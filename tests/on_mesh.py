@@ -27,6 +27,8 @@ from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.draws import normal, split_over_devices
 from swa_jax.model.experts import MixtureOfExperts
+from swa_jax.model.head_norm import normed_heads
+from swa_jax.model.layers import Norm
 from swa_jax.model.lookup import rows_of
 from swa_jax.model.lora import trained_and_frozen, with_lora
 from swa_jax.model.loss import Teacher, TeacherStates, token_loss
@@ -473,6 +475,17 @@ def check_selection() -> None:
         print(name, "ok", flush=True)
 
 
+def check_norms() -> None:
+    """Norms of heads whose gradients a kernel computes."""
+    x, dout = (jax.random.normal(jax.random.key(i), (4, 256, 4, 128)) for i in range(2))
+    norm = Norm("layers.attention.q_norm", ModelConfig(**SIZES | {"head_dim": 128, "qk_norm": True}), x.dtype)
+    norm.scale[...] = jnp.linspace(-1, 3, 128)
+    differentiate = jax.jit(jax.grad(lambda *given: (normed_heads(*given) * dout).sum(), (0, 1)), static_argnums=2)
+    expected = jax.grad(lambda norm, x: (norm(x) * dout).sum(), (0, 1))(norm, x)
+    for partition in (None, *(Partition(make_mesh(MESHES[name])) for name in ("2x2x1x2", "1x2x2x2"))):
+        assert_close(differentiate(norm, x, partition), expected, "float32", gradient=True)
+
+
 if __name__ == "__main__":
     checks = {
         "small": check_small,
@@ -481,5 +494,6 @@ if __name__ == "__main__":
         "training": check_training,
         "selection": check_selection,
         "teacher": check_teacher,
+        "norms": check_norms,
     }
     checks[sys.argv[1]]()

@@ -21,6 +21,7 @@ from pallas_kernels.math.rotary import Rotation, rotate
 from pallas_kernels.math.spec import Packing, PerHead
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.experts import ExpertLoad
+from swa_jax.model.head_norm import kernel_serves, normed_heads
 from swa_jax.model.layer_stacks import nope_of_full_layers, rope_groups
 from swa_jax.model.layer_types import CHUNKED, FULL, HYBRID, LAYER_TYPES, LINEAR, SWITCH, WINDOW
 from swa_jax.model.layers import Norm, RopeTables, drawn, linear, rms_normed, rope_distance
@@ -203,19 +204,19 @@ class Attention(nnx.Module):
         return q if rotation is None else rotate(q, rotation), k, v
 
     def unrotated(
-        self, x: jax.Array, row: LayerData, context: AttentionContext
+        self, x: jax.Array, row: LayerData, context: AttentionContext, kernel_norms: bool = False
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, Rotation | None]:
-        """As `qkv`, with queries that are still to be rotated by the last result."""
+        """As `qkv`, with queries that are still to be rotated by the last result; `kernel_norms`: see `head_norm`."""
         size, width = self.config.head_dim, self.width
-        q: Any = self.queries_and_gate(x)[0] if self.gated_by_queries else self.q_proj.to_heads(x, width)
-        k = self.k_proj.to_heads(x, width) if self.has_keys else None
+        together = {"side_by_side": kernel_norms}
+        q: Any = self.queries_and_gate(x)[0] if self.gated_by_queries else self.q_proj.to_heads(x, width, **together)
+        k = self.k_proj.to_heads(x, width, **together) if self.has_keys else None
         v = self.v_proj.to_heads(x, self.config.v_head_dim or width) if hasattr(self, "v_proj") else k
         rotation = None
         with jax.named_scope(AROUND_ATTENTION):
             if self.config.qk_norm:
-                q = self.q_norm(q)
-            if self.config.qk_norm and k is not None:
-                k = self.k_norm(k)
+                norm = functools.partial(normed_heads, partition=context.partition) if kernel_norms else Norm.__call__
+                q, k = norm(self.q_norm, q), k if k is None else norm(self.k_norm, k)
             if self.config.v_norm and v is not None:
                 v = rms_normed(v, self.config.rms_norm_eps)
             if self.config.value_multiplier != 1 and v is not None:
@@ -287,7 +288,10 @@ class Attention(nnx.Module):
 
         `others` are the keys and values that a layer reads that has none of its own.
         """
-        q, k, v, rotation = self.unrotated(x, row, context)
+        kernel_norms = not self.gated_by_queries and kernel_serves(
+            self.config, x.shape[1], context.partition, context.implementation
+        )
+        q, k, v, rotation = self.unrotated(x, row, context, kernel_norms)
         k, v = own_or(others, k, v)
         logit, gate = self.route(x)
         heads, packing, static = self.per_head(), context.packing, context.static

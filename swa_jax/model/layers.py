@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,34 +26,44 @@ def drawn(path: str, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs | Non
     return nnx.Param(row.init(jax.random.key(0) if rngs is None else rngs.params(), row.shape, dtype))
 
 
+class NormForm(NamedTuple):
+    """What of a norm is no array."""
+
+    eps: float
+    centred: bool = False  # LayerNorm
+    unit_offset: bool = False  # the factor is 1 + scale
+
+
 class Norm(nnx.Module):
     """Root-mean-square norm, or LayerNorm (`config.norm_type`), in f32 whatever the input's dtype."""
 
     def __init__(self, path: str, config: ModelConfig, dtype: jnp.dtype):
         """`path`: the module's place in the decoder, where its size is declared."""
         self.scale = drawn(f"{path}.scale", config, dtype)
-        if config.norm_bias:
-            self.bias = drawn(f"{path}.bias", config, dtype)
-        self.centred = config.norm_type == "layer"
-        self.has_bias, self.unit_offset = config.norm_bias, config.norm_unit_offset
-        self.eps = config.rms_norm_eps
+        self.bias = drawn(f"{path}.bias", config, dtype) if config.norm_bias else None
+        self.form = NormForm(config.rms_norm_eps, config.norm_type == "layer", config.norm_unit_offset)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [..., d]; or [..., H, D], normed over all heads if the scale has H * D numbers."""
-        axes = (-1,) if self.scale.shape[-1] == x.shape[-1] else (-2, -1)
-        scale = self.scale[...].reshape([x.shape[axis] for axis in axes])
-        wide = x.astype(jnp.float32)
-        if self.centred:
-            wide = wide - jnp.mean(wide, axis=axes, keepdims=True)
-        normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=axes, keepdims=True) + self.eps)
-        if self.has_bias:
-            bias = self.bias[...].reshape(scale.shape).astype(jnp.float32)
-            return (normed * (self.unit_offset + scale.astype(jnp.float32)) + bias).astype(x.dtype)
-        if self.unit_offset:
-            return (normed * (1 + scale.astype(jnp.float32))).astype(x.dtype)
-        if self.centred:
-            return (normed * scale.astype(jnp.float32)).astype(x.dtype)
-        return normed.astype(x.dtype) * scale.astype(x.dtype)
+        return normed(x, self.scale[...], None if self.bias is None else self.bias[...], self.form)
+
+
+def normed(x: jax.Array, scale: jax.Array, bias: jax.Array | None, form: NormForm) -> jax.Array:
+    """As `Norm` of these arrays."""
+    axes = (-1,) if scale.shape[-1] == x.shape[-1] else (-2, -1)
+    scale = scale.reshape([x.shape[axis] for axis in axes])
+    wide = x.astype(jnp.float32)
+    if form.centred:
+        wide = wide - jnp.mean(wide, axis=axes, keepdims=True)
+    unit = wide * lax.rsqrt(jnp.mean(wide * wide, axis=axes, keepdims=True) + form.eps)
+    if bias is not None:
+        factor = form.unit_offset + scale.astype(jnp.float32)
+        return (unit * factor + bias.reshape(scale.shape).astype(jnp.float32)).astype(x.dtype)
+    if form.unit_offset:
+        return (unit * (1 + scale.astype(jnp.float32))).astype(x.dtype)
+    if form.centred:
+        return (unit * scale.astype(jnp.float32)).astype(x.dtype)
+    return unit.astype(x.dtype) * scale.astype(x.dtype)
 
 
 class XIELU(nnx.Module):
@@ -117,10 +128,9 @@ class Projection(nnx.Linear):
     merged heads that is reshaped afterwards has to be copied.
     """
 
-    def to_heads(self, x: jax.Array, head_dim: int) -> jax.Array:
-        """x [B, T, d] -> [B, T, H, D]."""
-        kernel = self.kernel[...]
-        y = jnp.einsum("btd,dhk->bthk", x, kernel.reshape(kernel.shape[0], -1, head_dim))
+    def to_heads(self, x: jax.Array, head_dim: int, *, side_by_side: bool = False) -> jax.Array:
+        """x [B, T, d] -> [B, T, H, D]; `side_by_side`: so the heads of a token lie in the gradient that comes back."""
+        y = to_heads(x, self.kernel[...], head_dim, side_by_side)
         y = checkpoint_name(y, PROJECTED)
         return y if self.bias is None else y + self.bias[...].reshape(-1, head_dim)
 
@@ -128,6 +138,31 @@ class Projection(nnx.Linear):
         """x [B, T, H, D] -> [B, T, d]."""
         y = onto_stream(x, self.kernel[...].reshape(*x.shape[2:], -1))
         return y if self.bias is None else y + self.bias[...]
+
+
+def to_heads(x: jax.Array, kernel: jax.Array, head_dim: int, side_by_side: bool) -> jax.Array:
+    """x [B, T, d], kernel [d, H * D] -> [B, T, H, D]; see `Projection.to_heads`."""
+    return (_to_heads if side_by_side else _by_head)(x, kernel, head_dim)
+
+
+def _by_head(x: jax.Array, kernel: jax.Array, head_dim: int) -> jax.Array:
+    return jnp.einsum("btd,dhk->bthk", x, kernel.reshape(kernel.shape[0], -1, head_dim))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _to_heads(x: jax.Array, kernel: jax.Array, head_dim: int) -> jax.Array:
+    return _by_head(x, kernel, head_dim)
+
+
+def _to_heads_bwd(
+    head_dim: int, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, kernel = saved
+    merged = cotangent.reshape(*x.shape[:2], -1)
+    return jnp.einsum("btn,dn->btd", merged, kernel), jnp.einsum("btd,btn->dn", x, merged)
+
+
+_to_heads.defvjp(lambda x, kernel, head_dim: (_by_head(x, kernel, head_dim), (x, kernel)), _to_heads_bwd)
 
 
 @jax.custom_vjp

@@ -18,7 +18,7 @@ from flax import nnx
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.settings import nearest
 from swa_jax.model.config import ModelConfig
-from swa_jax.model.layers import Projection
+from swa_jax.model.layers import Projection, to_heads
 from swa_jax.model.parameters import Parameter, low_rank, parameters
 
 # Every projection that can be adapted, and the part of a layer that it is in: no model's sizes change them.
@@ -98,10 +98,10 @@ class LoraLinear(Projection):
         y = super().__call__(x, out_sharding)
         return y + self.lora.scale * (self.inner(x, y.dtype) @ self.lora_b[...].astype(y.dtype))
 
-    def to_heads(self, x: jax.Array, head_dim: int) -> jax.Array:
-        y = super().to_heads(x, head_dim)
-        outer = self.lora_b[...].astype(y.dtype).reshape(self.lora_b.shape[0], -1, head_dim)
-        return y + self.lora.scale * jnp.einsum("btr,rhk->bthk", self.inner(x, y.dtype), outer)
+    def to_heads(self, x: jax.Array, head_dim: int, *, side_by_side: bool = False) -> jax.Array:
+        y = super().to_heads(x, head_dim, side_by_side=side_by_side)
+        outer = self.lora_b[...].astype(y.dtype)
+        return y + self.lora.scale * to_heads(self.inner(x, y.dtype), outer, head_dim, side_by_side)
 
     def from_heads(self, x: jax.Array) -> jax.Array:
         y = super().from_heads(x)

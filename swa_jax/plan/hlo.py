@@ -21,6 +21,8 @@ _CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|true_computation|false
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+# Of a kernel of ours that computes next to nothing: the bytes that it reads and writes.
+_PASSED = re.compile(r'"cost_estimate":\{"flops":"0",[^}]*"bytes_accessed":"(\d+)"')
 
 
 class Instruction(NamedTuple):
@@ -240,13 +242,26 @@ def is_expert_product(instruction: Instruction) -> bool:
     return instruction.name.startswith("ragged-dot-none") and instruction.opcode == "custom-call"
 
 
-def own_cycles(instruction: Instruction) -> int:
-    """What the TPU compiler's cost model expects of one of its operations; kernels and collectives have no estimate."""
+def is_kernel(instruction: Instruction) -> bool:
+    """Whether it is one of attention's kernels, of whose duration the compiler says nothing."""
+    own = instruction.name.startswith("ragged-dot")  # the compiler's own, for experts
+    ours = 'custom_call_target="tpu_custom_call"' in instruction.attributes and not own
+    return ours and not _PASSED.search(instruction.attributes)
+
+
+def own_cycles(instruction: Instruction, bytes_a_cycle: float) -> float:
+    """What the TPU compiler's cost model expects of one of its operations; kernels and collectives have no estimate.
+
+    Args:
+      bytes_a_cycle: of the memory, for the kernels that do no more than pass over it.
+    """
+    if passed := _PASSED.search(instruction.attributes):
+        return int(passed[1]) / bytes_a_cycle
     found = _CYCLES.search(instruction.attributes)
     return int(found[1]) if found and int(found[1]) < NO_ESTIMATE else 0
 
 
-def cycles_by_part(program: HloProgram, counts: dict[str, float], scope: str) -> dict[str, float]:
+def cycles_by_part(program: HloProgram, counts: dict[str, float], scope: str, bytes_a_cycle: float) -> dict[str, float]:
     """`own_cycles` of all matrix products that run, of what was traced inside the named scope, and of the rest.
 
     An operation that the compiler has joined to a matrix product from outside the scope counts as a part of it. Of a
@@ -256,7 +271,7 @@ def cycles_by_part(program: HloProgram, counts: dict[str, float], scope: str) ->
     in_names = re.compile(rf"[/(]{scope}[/)]")  # also "jit(step)/transpose(jvp(scope))/mul"
     for computation in program.computations.values():
         for instruction in computation.instructions.values():
-            if cycles := own_cycles(instruction) * counts[computation.name]:
+            if cycles := own_cycles(instruction, bytes_a_cycle) * counts[computation.name]:
                 called = program.computations.get(called_computation(instruction) or "")
                 inner = called.instructions.values() if called else ()
                 members = [instruction, *(member for member in inner if member.opcode != "constant")]

@@ -124,7 +124,8 @@ def step_time(
     chip, peak = work.target, CHIPS[work.chip].peak_flops
     passes = Passes(*(sum(one[i] for one in attention.seconds.values()) for i in range(2)))
     clock = chip.gigahertz * 1e9
-    parts = hlo.cycles_by_part(program, counts, AROUND_ATTENTION)
+    bytes_a_cycle = chip.hbm_bytes / clock
+    parts = hlo.cycles_by_part(program, counts, AROUND_ATTENTION, bytes_a_cycle)
     seconds_by_part = {name: cycles / clock for name, cycles in parts.items()}
     operations = sum(seconds_by_part.values())
     in_slice = work.devices // work.slices
@@ -137,7 +138,7 @@ def step_time(
         rings = send.rings or 2 * (chip.torus if send.group == in_slice else 1)
         return send.sent_bytes / (rings * chip.link_bytes)
 
-    own = timeline.work_of(program, counts, clock, passes)
+    own = timeline.work_of(program, counts, clock, bytes_a_cycle, passes)
     elapsed = timeline.play(program, sends, own, transfer, branch_shares)
     network = sum(transfer(send) * send.executions for send in sends)
     hidden, shown = max(operations + sum(passes), network), operations + sum(passes) + network

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from swa_jax.plan.collectives import Collective
-from swa_jax.plan.hlo import HloProgram, Instruction, calls, own_cycles
+from swa_jax.plan.hlo import HloProgram, Instruction, calls, is_kernel, own_cycles
 
 
 class Passes(NamedTuple):
@@ -32,9 +32,9 @@ class Elapsed(NamedTuple):
 
 
 def work_of(
-    program: HloProgram, counts: dict[str, float], clock: float, kernels: Passes
+    program: HloProgram, counts: dict[str, float], clock: float, bytes_a_cycle: float, kernels: Passes
 ) -> Callable[[Instruction], float]:
-    """Seconds of an instruction: the compiler's estimate at `clock` Hz; the kernels of a pass share its time alike."""
+    """Seconds of an instruction: `own_cycles` at `clock` Hz; attention's kernels of a pass share its time alike."""
     runs = [0.0, 0.0]
     for computation in program.computations.values():
         for instruction in computation.instructions.values():
@@ -45,15 +45,9 @@ def work_of(
         if is_kernel(instruction):
             backward = is_backward(instruction)
             return kernels[backward] / runs[backward] if runs[backward] else 0.0
-        return own_cycles(instruction) / clock
+        return own_cycles(instruction, bytes_a_cycle) / clock
 
     return work
-
-
-def is_kernel(instruction: Instruction) -> bool:
-    """Whether it is one of attention's kernels, of whose duration the compiler says nothing."""
-    own = instruction.name.startswith("ragged-dot")  # the compiler's own, for experts
-    return 'custom_call_target="tpu_custom_call"' in instruction.attributes and not own
 
 
 def is_backward(instruction: Instruction) -> bool:

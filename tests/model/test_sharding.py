@@ -27,6 +27,7 @@ MODEL = dataclasses.replace(WIDER, vocab_size=60, num_hidden_layers=2)
     "what",
     [
         "small",
+        "norms",
         pytest.param("teacher", marks=pytest.mark.slow),
         *(pytest.param(x, marks=pytest.mark.long) for x in ("attention", "rows", "training", "selection")),
     ],

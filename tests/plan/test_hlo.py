@@ -7,7 +7,6 @@ import pytest
 
 from swa_jax.plan import hlo
 from swa_jax.plan.collectives import collectives, device_groups
-from swa_jax.plan.timeline import is_kernel
 
 MESH = {"data": 1, "fsdp": 4, "context": 2, "tensor": 1}
 
@@ -54,7 +53,7 @@ def test_trips_of_other_loops(change, trips):
 def test_operations_and_cycles_are_multiplied_by_the_runs(program, counts):
     assert hlo.matmul_flops(program, counts) == pytest.approx(24 * 2 * 64 * 128 * 256)
     # What says "not known" is left out.
-    assert sum(hlo.cycles_by_part(program, counts, "attention").values()) == 24 * 1100
+    assert sum(hlo.cycles_by_part(program, counts, "attention", 1.0).values()) == 24 * 1100
 
 
 EXPERTS = """
@@ -77,11 +76,11 @@ def test_products_of_experts_count_their_rows_once():
     forward = 2 * 4096 * 1024 * 512
     assert hlo.matmul_flops(program, counts) == pytest.approx(2 * forward)
     assert hlo.matmul_flops(program, counts, expert_devices=4) == pytest.approx(2 * forward / 4)
-    assert not any(is_kernel(one) for one in program.computations["main"].instructions.values())
+    assert not any(hlo.is_kernel(one) for one in program.computations["main"].instructions.values())
 
 
 def test_cycles_are_told_apart_by_what_they_are_for(program, counts):
-    assert hlo.cycles_by_part(program, counts, "mixing") == {"matmuls": 24000, "mixing": 0, "other": 2400}
+    assert hlo.cycles_by_part(program, counts, "mixing", 1.0) == {"matmuls": 24000, "mixing": 0, "other": 2400}
     text = LOOP
     for cycles in (100, 1000):  # a copy, then a matrix product inside the scope, whose member is
         plain = f'backend_config={{"window_config":{{"estimated_cycles":"{cycles}"}}}}'
@@ -90,9 +89,19 @@ def test_cycles_are_told_apart_by_what_they_are_for(program, counts):
     dot = "dim_labels=bf_io->bf"
     for within in ("jit(step)/mixing/dot", "jit(step)/transpose(jvp(mixing))/dot", "jit(step)/mlp/dot"):
         changed = hlo.parse(text.replace(dot, f'{dot}, metadata={{op_name="{within}"}}'))
-        parts = hlo.cycles_by_part(changed, hlo.executions(changed), "mixing")
+        parts = hlo.cycles_by_part(changed, hlo.executions(changed), "mixing", 1.0)
         product = "mixing" if "mixing" in within else "matmuls"
         assert parts == {"matmuls": 0, "mixing": 2400, "other": 0, product: 24000 + 2400 * (product == "mixing")}
+
+
+def test_a_kernel_that_passes_over_memory_takes_its_bytes():
+    cost = 'backend_config={"custom_call_config":{"cost_estimate":{"flops":"FLOPS","bytes_accessed":"6000"}}}'
+    kernel = f'%c = bf16[8]{{0}} custom-call(%p), custom_call_target="tpu_custom_call", {cost}'
+    for flops, cycles, kernels in (("0", 1500, 0), ("1024", 0, 1)):
+        text = f"ENTRY %main (p: bf16[8]) -> bf16[8] {{\n  %p = bf16[8]{{0}} parameter(0)\n  {kernel}\n}}\n"
+        program = hlo.parse(text.replace("FLOPS", flops))
+        assert hlo.cycles_by_part(program, {"main": 1}, "mixing", 4.0)["other"] == cycles
+        assert sum(map(hlo.is_kernel, program.computations["main"].instructions.values())) == kernels
 
 
 def test_a_constant_of_the_scope_makes_no_operation_a_part_of_it():
@@ -102,7 +111,7 @@ def test_a_constant_of_the_scope_makes_no_operation_a_part_of_it():
     for opcode, part in (("constant(0)", "other"), ("iota()", "mixing")):
         text = LOOP.replace("convolution(", "copy(").replace(root, f"  %n = s32[] {opcode}, {scope}\n{root}")
         program = hlo.parse(text)
-        assert hlo.cycles_by_part(program, hlo.executions(program), "mixing")[part] >= 24000
+        assert hlo.cycles_by_part(program, hlo.executions(program), "mixing", 1.0)[part] >= 24000
 
 
 def test_kept_activations_are_what_the_loop_writes_not_what_passes_through(program):

@@ -57,7 +57,8 @@ def named_in_the_docs(row: str) -> set[str]:
     return set(re.findall(r"`(\w+)`", cells))
 
 
-def expected(pattern, step: str) -> set[str]:
+def expected(model, step: str) -> set[str]:
+    pattern, config = model.pattern, model.config
     if step == "decode":
         return named_in_the_docs("decode")
     window = "window, sink tokens, packed" if pattern.num_sink_tokens else "window, packed"
@@ -66,7 +67,10 @@ def expected(pattern, step: str) -> set[str]:
     routed = "routed, packed" if step == "train" else "routed, inference"
     rows = {FULL: "full causal, packed", WINDOW: window, HYBRID: "window, full_heads", SWITCH: routed}
     kernels = set().union(*(named_in_the_docs(rows[kind]) for kind in pattern.layer_types))
-    return kernels if step == "train" else {name for name in kernels if "backward" not in name}
+    if step != "train":
+        return {name for name in kernels if "backward" not in name}
+    by_head = config.qk_norm and config.qk_norm_over == "head"
+    return kernels | ({"norm_gradient"} if by_head and config.head_dim % 128 == 0 else set())
 
 
 SLOW = ("configs/bosch/qwen3-8b.yaml", "configs/swaa/qwen3-4b-lora.yaml", "configs/swiattn/cpt-32k.yaml")
@@ -92,15 +96,16 @@ def test_the_steps_of_every_configuration_contain_the_kernels_of_the_docs(monkey
         traced = trace_generation(config, stage, start, devices, step, batch_size=1, length=length)
     calls = list(pallas_calls(traced.program.jaxpr.jaxpr))
     found = {kernel_name(eqn) for eqn in calls}
-    assert found - {"write_pool"} == expected(traced.model.pattern, step)
+    assert found - {"write_pool"} == expected(traced.model, step)
     if step == "train":
         model = traced.model.config
         width = model.head_dim * (2 if {*traced.model.pattern.layer_types} == {WINDOW} else 1)  # heads in pairs
         tables = 2 if model.uses_rope and width % 128 == 0 else 0
-        # Routed rows come rotated to the pass outside.
-        given_rotated = {"scheduled_backward"} if {*traced.model.pattern.layer_types} == {SWITCH} else set()
+        # Routed rows come rotated to the pass outside; the norm comes before.
+        outside = {"scheduled_backward"} if {*traced.model.pattern.layer_types} == {SWITCH} else set()
+        unrotated = outside | {"norm_gradient"}
         for eqn in calls:
-            assert tables_read(eqn) == (0 if kernel_name(eqn) in given_rotated else tables), kernel_name(eqn)
+            assert tables_read(eqn) == (0 if kernel_name(eqn) in unrotated else tables), kernel_name(eqn)
 
 
 def tables_read(eqn) -> int:
@@ -123,4 +128,4 @@ def test_devices_that_share_a_row_run_the_kernels_of_one(monkeypatch, file, repl
     config = dataclasses.replace(read(file), mesh=MeshConfig(data=1, fsdp=1, context=4))
     traced = trace_training(config, config.stages[-1], find_start(config), topology_devices("v5p:2x2x1"))
     found = {kernel_name(eqn) for eqn in pallas_calls(traced.program.jaxpr.jaxpr)}
-    assert found == expected(traced.model.pattern, "train") - replaced
+    assert found == expected(traced.model, "train") - replaced

@@ -53,7 +53,7 @@ ACROSS = "[4,2]<=[2,4]T(1,0)"  # groups along `data`
 def played(program, seconds):
     counts = hlo.executions(program)
     sends = collectives(program, counts, MESH)
-    own = timeline.work_of(program, counts, 1.0, timeline.Passes(0.0, 0.0))
+    own = timeline.work_of(program, counts, 1.0, 1.0, timeline.Passes(0.0, 0.0))
     return sends, timeline.play(program, sends, own, lambda send: seconds)
 
 
@@ -155,7 +155,7 @@ def test_the_kernels_of_a_pass_share_its_time_by_their_runs():
     call = "%c = bf16[64]{0} conditional(%p, %p, %p, %p), branch_computations={%b0, %b1, %b2}"
     text = program(branches, call)
     counts = hlo.executions(text, lambda n: [0.5, 0.25, 0.25])
-    own = timeline.work_of(text, counts, 1.0, timeline.Passes(forward=6.0, backward=10.0))
+    own = timeline.work_of(text, counts, 1.0, 1.0, timeline.Passes(forward=6.0, backward=10.0))
     assert [own(text.computations[f"b{i}"].instructions[f"k{i}"]) for i in range(3)] == [8.0, 8.0, 40.0]
 
 
@@ -163,10 +163,10 @@ def test_a_loop_plays_its_body_as_often_as_it_runs():
     text = (Path(__file__).parent / "hlo" / "loop.txt").read_text()
     looped = hlo.parse(text)
     counts = hlo.executions(looped)
-    own = timeline.work_of(looped, counts, 1.0, timeline.Passes(0.0, 0.0))
+    own = timeline.work_of(looped, counts, 1.0, 1.0, timeline.Passes(0.0, 0.0))
     sends = collectives(looped, counts, {"data": 1, "fsdp": 4, "context": 2, "tensor": 1})
     elapsed = timeline.play(looped, sends, own, lambda send: 10.0 if send.kind == "all-gather" else 0.0)
-    assert elapsed.work == sum(hlo.cycles_by_part(looped, counts, "attention").values()) == 24 * 1100
+    assert elapsed.work == sum(hlo.cycles_by_part(looped, counts, "attention", 1.0).values()) == 24 * 1100
     assert elapsed.waiting == 24 * 10
 
 
@@ -209,5 +209,5 @@ def test_between_slices_a_send_and_a_recv_are_one_collective():
     (send,) = collectives(text, counts, MESH, slices=4)
     assert (send.kind, send.axes, send.group, send.start, send.done) == ("all-reduce", ("slices",), 4, "send", "done")
     assert send.sent_bytes == 2 * 64 * 2 * 3 / 4
-    own = timeline.work_of(text, counts, 1.0, timeline.Passes(0.0, 0.0))
+    own = timeline.work_of(text, counts, 1.0, 1.0, timeline.Passes(0.0, 0.0))
     assert timeline.play(text, [send], own, lambda _: 5.0) == (3, 2)
