@@ -7,9 +7,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import on_tpu
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.tpu import norm_gradient
+from pallas_kernels.tpu.calls import norm_gradient
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layers import Norm, NormForm, normed
 from swa_jax.model.sharding import Partition
@@ -19,10 +18,9 @@ def kernel_serves(
     config: ModelConfig, length: int, partition: Partition | None, implementation: Implementation | None
 ) -> bool:
     """Whether the kernel takes the norms of rows of `length` tokens; `implementation` is attention's."""
-    on_chip = on_tpu() if implementation is None else implementation == "tpu"
     plain = config.qk_norm and config.qk_norm_over == "head" and config.norm_type == "rms" and not config.norm_bias
     pieces = 1 if partition is None else partition.size("sequence")
-    return on_chip and plain and norm_gradient.serves(length // pieces, config.head_dim)
+    return plain and norm_gradient.serves(length // pieces, config.head_dim, implementation)
 
 
 def normed_heads(norm: Norm, x: jax.Array, partition: Partition | None) -> jax.Array:

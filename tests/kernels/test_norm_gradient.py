@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.tpu.norm_gradient import norm_gradient
+from pallas_kernels.tpu.calls.norm_gradient import norm_gradient
 
 from .tolerances import assert_close
 

@@ -20,9 +20,13 @@ _BLOCK = 2048  # tokens of a step: smaller ones leave the memory idle between st
 _SUBLANES = 8
 
 
-def serves(length: int, head_dim: int) -> bool:
-    """Whether the kernel takes heads [B, T, H, D]: those that fill registers, of whole tiles of tokens."""
-    return head_dim % LANES == 0 and length % LANES == 0
+def serves(length: int, head_dim: int, implementation: str | None) -> bool:
+    """Whether the kernel takes heads [B, T, H, D]: those that fill registers, of whole tiles of tokens.
+
+    `implementation` is that of the attention behind the norm; None: the best one on the device.
+    """
+    here = on_tpu() if implementation is None else implementation == "tpu"
+    return here and head_dim % LANES == 0 and length % LANES == 0
 
 
 def norm_gradient(x: jax.Array, dout: jax.Array, scale: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
