@@ -173,8 +173,12 @@ def _backward_call(call: Call, given: Given) -> Call:
     """Wide heads gain 4 % by large blocks in the backward pass, and compile three times as long."""
     if given.head_dim <= 128:
         return call
-    q_block, kv_block = (math.gcd(block, 1024) for block in (call.tiles.q_block, call.tiles.kv_block))
-    return dataclasses.replace(call, tiles=dataclasses.replace(call.tiles, q_block=q_block, kv_block=kv_block))
+
+    def halved(block: int) -> int:
+        return block // 2 if block > 1024 and block % 256 == 0 else block  # whole tiles
+
+    tiles = dataclasses.replace(call.tiles, q_block=halved(call.tiles.q_block), kv_block=halved(call.tiles.kv_block))
+    return dataclasses.replace(call, tiles=tiles)
 
 
 def routed_call(call: Call, where: Coordinates, given: Given) -> Call:
