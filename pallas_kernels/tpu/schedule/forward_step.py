@@ -31,6 +31,7 @@ from pallas_kernels.tpu.tile.tiles import (
     Call,
     Ref,
     addend_at,
+    beside_ones,
     dot,
     form_logits,
     over_lanes,
@@ -41,6 +42,7 @@ from pallas_kernels.tpu.tile.tiles import (
     stored,
     take,
     tile_mask,
+    whole_lanes,
     window_of,
 )
 
@@ -62,12 +64,13 @@ class ForwardRefs(NamedTuple):
     sin: Ref
     window_results: list[Ref]  # out and lse of the window (branches)
     results: list[Ref]
-    acc: Ref  # [q_block, D] f32
+    acc: Ref  # [q_block, `acc_width`] f32
     finite_v: Ref  # [kv_block, D] (lists)
     nonfinite: Ref  # [1] int32 (branches)
     rotated_q: Ref  # [q_block, D]
     logits: Ref  # [AHEAD + 1, strip, keys attended to at once] f32 (`ForwardStatic.stores_logits`)
-    statistics: list[Ref]  # the running maximum and sum, [q_block, LANES] f32, all lanes alike
+    # The running maximum and, if it is not in `acc`, the sum: [q_block, LANES] f32, all lanes alike.
+    statistics: list[Ref]
 
 
 class ForwardStatic(NamedTuple):
@@ -92,9 +95,17 @@ class ForwardStatic(NamedTuple):
         return self.schedule.is_list or self.schedule.packed is not None or not known
 
     @property
+    def sum_on_mxu(self) -> bool:
+        return self.call.softmax and self.call.tiles.sum_on_mxu
+
+    @property
     def stores_logits(self) -> bool:
         """Whether logits are `stored`. Where the matrix unit is 128 wide, that costs more than it saves (v5e: 1 %)."""
-        return self.call.softmax and self.call.tiles.sum_on_mxu
+        return self.sum_on_mxu
+
+    def acc_width(self, head_dim: int) -> int:
+        """Columns of the accumulator: those of the values and, with `sum_on_mxu`, of the weights' sums behind them."""
+        return whole_lanes(head_dim + 1) if self.sum_on_mxu else head_dim
 
     def name_refs(self, refs) -> ForwardRefs:
         call, is_list, packed = self.call, self.schedule.is_list, self.schedule.packed is not None
@@ -156,6 +167,10 @@ class ForwardStep:
         return self.static.call
 
     @property
+    def head_dim(self) -> int:
+        return self.refs.v.shape[1]
+
+    @property
     def strip(self) -> int:
         return math.gcd(self.call.tiles.strip, self.call.tiles.q_block)
 
@@ -170,20 +185,21 @@ class ForwardStep:
     def begin(self) -> None:
         """Before a row's first pair: nothing is accumulated, or the initial results are."""
         refs = self.refs
-        if refs.initial:
-            refs.acc[...] = refs.initial[0][...].astype(jnp.float32)
-        else:
+        if not refs.initial:
             refs.acc[...] = jnp.zeros_like(refs.acc)
-        if not self.call.softmax:
+            for ref, nothing in zip(refs.statistics or [], (MASKED, 0.0), strict=False):
+                ref[...] = jnp.full_like(ref, nothing)
             return
-        top_ref, total_ref = refs.statistics
-        if refs.initial:
+        acc = refs.initial[0][...].astype(jnp.float32)
+        if self.call.softmax:
             lse = jnp.broadcast_to(refs.initial[1][...], (LANES, self.call.tiles.q_block)).T
-            top_ref[...] = jnp.maximum(lse, MASKED)
-            total_ref[...] = jnp.where(lse > MASKED, 1.0, 0.0)
-        else:
-            top_ref[...] = jnp.full_like(top_ref, MASKED)
-            total_ref[...] = jnp.zeros_like(total_ref)
+            refs.statistics[0][...] = jnp.maximum(lse, MASKED)
+            total = jnp.where(lse > MASKED, 1.0, 0.0)
+            if self.static.sum_on_mxu:
+                acc = jnp.concatenate([acc, total[:, : refs.acc.shape[1] - self.head_dim]], axis=1)
+            else:
+                refs.statistics[1][...] = total
+        refs.acc[...] = acc
 
     def attend_window(self, clean) -> None:
         """The window's blocks, whose results are written, and those of their keys outside the window.
@@ -373,30 +389,27 @@ class ForwardStep:
             more = sum(sigmoid_values(sigmoid_weights(tile.logits), tile.value()) for tile in tiles)
             acc_ref[rows, :] = more if fresh else acc_ref[rows, :] + more
             return
-        top_ref, total_ref = self.refs.statistics
-        acc: Any = 0.0
-        total: Any = 0.0
+        top_ref, *total_ref = self.refs.statistics
+        acc: Any = 0.0  # of these keys alone, grown product by product: so the compiler adds in the matrix unit
+        decay: Any = None
         new = jnp.broadcast_to(top, (self.strip, LANES))  # all lanes alike
         if not fresh:
             old = top_ref[rows, :]
             new = jnp.maximum(old, top)
             decay = jnp.exp2(old - new)
-            acc, total = acc_ref[rows, :] * _as_wide(decay, acc_ref), total_ref[rows, :] * decay
-        sum_on_mxu = self.call.tiles.sum_on_mxu and acc_ref.shape[1] % LANES == 0
         sums = []
         for tile in tiles:
             weights, value = jnp.exp2(tile.logits[...] - new[:, :1]), tile.value()
-            if sum_on_mxu:
-                value = jnp.concatenate([value, jnp.ones((value.shape[0], LANES), value.dtype)], axis=1)
-                product = dot(weights.astype(value.dtype), value, NN)
-                acc, total = acc + product[:, :-LANES], total + product[:, -LANES:]
+            if self.static.sum_on_mxu:
+                value = beside_ones(value, acc_ref.shape[1] - self.head_dim)
             else:
-                acc += dot(weights.astype(value.dtype), value, NN)
                 sums.append(weights)
+            acc += dot(weights.astype(value.dtype), value, NN)
         if sums:
-            total += over_lanes(jnp.add, sums).sum(axis=1, keepdims=True)
-        acc_ref[rows, :], top_ref[rows, :] = acc, new
-        total_ref[rows, :] = jnp.broadcast_to(total, new.shape)
+            total = jnp.broadcast_to(over_lanes(jnp.add, sums).sum(axis=1, keepdims=True), new.shape)
+            total_ref[0][rows, :] = total if fresh else total_ref[0][rows, :] * decay + total
+        acc_ref[rows, :] = acc if fresh else acc_ref[rows, :] * _as_wide(decay, acc_ref) + acc
+        top_ref[rows, :] = new
 
     def write(self, results: list[Ref], rows: slice) -> None:
         acc_ref = self.refs.acc
@@ -404,25 +417,32 @@ class ForwardStep:
             results[0][rows, :] = acc_ref[rows, :].astype(results[0].dtype)
             return
         out_ref, lse_ref = results
-        top, total = (_as_wide(ref[rows, :], acc_ref) for ref in self.refs.statistics)
-        out = acc_ref[rows, :] * (1 / total)
+        out = acc_ref[rows, :][:, : self.head_dim]
+        out *= _as_wide(1 / self.total(rows), out)
         if self.static.may_be_empty:
-            out = jnp.where(sees_nothing(top), 0, out)
+            out = jnp.where(sees_nothing(_as_wide(self.refs.statistics[0][rows, :], out)), 0, out)
         out_ref[rows, :] = out.astype(out_ref.dtype)
         if rows == self.strips[-1]:
             self.write_lse(lse_ref)
+
+    def total(self, rows: slice) -> jax.Array:
+        """The sum of a strip's weights, [strip, LANES], all lanes alike."""
+        if not self.static.sum_on_mxu:
+            return self.refs.statistics[1][rows, :]
+        total = self.refs.acc[rows, :][:, self.head_dim :]
+        return total if total.shape[1] == LANES else jnp.broadcast_to(total[:, :1], (self.strip, LANES))
 
     def write_lse(self, lse_ref: Ref) -> None:
         """Writes the lse of all strips, in base 2: one logarithm and one transpose, with a lane for each strip."""
         lane = lax.broadcasted_iota(jnp.int32, (self.strip, LANES), 1)
 
-        def by_lane(ref: Ref) -> jax.Array:
-            column = ref[self.strips[0], :]
+        def by_lane(read) -> jax.Array:
+            column = read(self.strips[0])
             for i, rows in enumerate(self.strips):
-                column = jnp.where(lane == i, ref[rows, :], column)
+                column = jnp.where(lane == i, read(rows), column)
             return column
 
-        top, total = map(by_lane, self.refs.statistics)
+        top, total = by_lane(lambda rows: self.refs.statistics[0][rows, :]), by_lane(self.total)
         lse = top + jnp.log2(total)
         if self.static.may_be_empty:
             lse = jnp.where(sees_nothing(top), -jnp.inf, lse)
@@ -453,7 +473,11 @@ class ForwardStep:
                 first = jnp.broadcast_to(self.refs.first_keys[:, rows], (8, strip)).T[:, :1]
                 seen &= key[0] >= first - (source.column * kv_block + column)
             hit = sees_non_finite(seen, source.v_ref[keys, :])
-            result_ref[rows, :] = jnp.where(hit, jnp.nan, result_ref[rows, :])
+            before, width = result_ref[rows, :], self.head_dim
+            marked = jnp.where(hit, jnp.nan, before[:, :width])
+            if before.shape[1] > width:  # the sums are behind the values
+                marked = jnp.concatenate([marked, before[:, width:]], axis=1)
+            result_ref[rows, :] = marked
 
 
 def _has_nonfinite(source: _Source) -> jax.Array:
@@ -463,5 +487,6 @@ def _has_nonfinite(source: _Source) -> jax.Array:
 
 
 def _as_wide(column, like):
-    """A column that fills all lanes, as an operand of rows of `like`, which are as wide or need a broadcast."""
-    return column if like.shape[1] == LANES else column[:, :1]
+    """A column that fills all lanes, as an operand of rows of `like`."""
+    times, rest = divmod(like.shape[1], LANES)
+    return column[:, :1] if rest else jnp.concatenate([column] * times, axis=1)

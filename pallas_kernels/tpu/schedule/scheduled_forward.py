@@ -134,7 +134,7 @@ def fits_vmem(length: int, head_dim: int, dtype) -> bool:
 def _scratch(static: ForwardStatic, x: TpuOperands, num_rows: int) -> list[Any]:
     """In the order of `ForwardRefs` from `acc` on."""
     call, head_dim = static.call, x.q.shape[3]
-    scratch = [pltpu.VMEM((num_rows, head_dim), jnp.float32)]
+    scratch = [pltpu.VMEM((num_rows, static.acc_width(head_dim)), jnp.float32)]
     if static.schedule.is_list:
         scratch.append(pltpu.VMEM((call.tiles.kv_block, head_dim), x.v.dtype))
     if static.branches:
@@ -148,7 +148,7 @@ def _scratch(static: ForwardStatic, x: TpuOperands, num_rows: int) -> list[Any]:
         columns = blocks * (tiles.kv_block // tile) * whole_lanes(tile)
         scratch.append(pltpu.VMEM((AHEAD + 1, strip, columns), jnp.float32))
     if call.softmax:
-        scratch += [pltpu.VMEM((num_rows, LANES), jnp.float32)] * 2
+        scratch += [pltpu.VMEM((num_rows, LANES), jnp.float32)] * (1 if static.sum_on_mxu else 2)
     if static.schedule.listed is not None:
         scratch += scratch_of(num_rows, x.q, call.result_dtype(x.q))
     return scratch

@@ -302,6 +302,11 @@ def over_lanes(operator, tiles):
     return functools.reduce(operator, groups)
 
 
+def beside_ones(values: jax.Array, columns: int) -> jax.Array:
+    """Columns of ones beside values [keys, D]: the product gives the weights' sums there."""
+    return jnp.concatenate([values, jnp.ones((len(values), columns), values.dtype)], axis=1)
+
+
 def sees_nothing(top: jax.Array) -> jax.Array:
     """Whether a row's greatest logit is still MASKED; not if it is NaN, which is not to be hidden."""
     return top <= 0.5 * MASKED

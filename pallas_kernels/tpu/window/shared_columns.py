@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.math.nonfinite import finite
-from pallas_kernels.tpu.tile.tiles import LANES, NN, NT, Call, dot, window_of
+from pallas_kernels.tpu.tile.tiles import LANES, NN, NT, Call, beside_ones, dot, window_of
 from pallas_kernels.tpu.window.geometry import WindowTile
 
 
@@ -77,14 +77,14 @@ def shared_values(
         far = weights * jnp.where(sees_far(n), 1.0, 0.0)
         both = jnp.concatenate([far, weights - far], axis=1).astype(dtype)
         values = jnp.concatenate([far_values, near_values])
-        return acc + dot(both, beside_ones(values) if with_sums else values, NN)
+        return acc + dot(both, beside_ones(values, values.shape[1]) if with_sums else values, NN)
     half = n // 2
     far, first, last = sees_far(half), weights[:half, :half], weights[half:, half:]
     common = _square(
         jnp.where(far, 0, first), weights[:half, half:], weights[half:, :half], jnp.where(far, last, 0)
     ).astype(dtype)
     values = jnp.concatenate([near_values[:half], far_values[half:]])
-    acc = acc + dot(common, beside_ones(values) if with_sums else values, NN)
+    acc = acc + dot(common, beside_ones(values, values.shape[1]) if with_sums else values, NN)
     corners = jnp.where(far, first, 0), jnp.where(far, 0, last)
     beside = finite(jnp.concatenate(corners, axis=1).astype(dtype))  # as for the products
     found = dot(beside, _diagonal(far_values[:half], near_values[half:]), NN)
@@ -94,11 +94,6 @@ def shared_values(
         sums = [jnp.broadcast_to(x.sum(axis=1, keepdims=True), x.shape) for x in corners]
         found = jnp.concatenate([found, jnp.concatenate(sums)], axis=1)
     return acc + found
-
-
-def beside_ones(values: jax.Array) -> jax.Array:
-    """Columns of ones beside values: the product gives the weights' sums."""
-    return jnp.concatenate([values, jnp.ones_like(values)], axis=1)
 
 
 def _by_quarters(num_queries: int, head_dim: int) -> bool:

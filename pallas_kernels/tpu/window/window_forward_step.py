@@ -27,6 +27,7 @@ from pallas_kernels.tpu.tile.tiles import (
     NT,
     Call,
     Ref,
+    beside_ones,
     dot,
     form_logits,
     over_lanes,
@@ -38,7 +39,6 @@ from pallas_kernels.tpu.tile.tiles import (
 from pallas_kernels.tpu.window.document_codes import with_query_code
 from pallas_kernels.tpu.window.geometry import WindowTile, sink_rows, window_tiles
 from pallas_kernels.tpu.window.shared_columns import (
-    beside_ones,
     sees_far,
     share_columns,
     shared_products,
@@ -357,7 +357,7 @@ class WindowForwardBody:
             if tile.far_value is not None:
                 acc = shared_values(weights, tile.far_value(), value, with_sums=sum_on_mxu, acc=acc)
                 continue
-            acc += dot(weights.astype(value.dtype), beside_ones(value) if sum_on_mxu else value, NN)
+            acc += dot(weights.astype(value.dtype), beside_ones(value, value.shape[1]) if sum_on_mxu else value, NN)
         head_dim = refs.queries.shape[1]
         sizes = jnp.abs(acc[:8, :head_dim]) + jnp.abs(acc[-8:, :head_dim])
         if sum_on_mxu:
