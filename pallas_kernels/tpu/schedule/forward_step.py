@@ -69,8 +69,8 @@ class ForwardRefs(NamedTuple):
     nonfinite: Ref  # [1] int32 (branches)
     rotated_q: Ref  # [q_block, D]
     logits: Ref  # [AHEAD + 1, strip, keys attended to at once] f32 (`ForwardStatic.stores_logits`)
-    # The running maximum and, if it is not in `acc`, the sum: [q_block, LANES] f32, all lanes alike.
-    statistics: list[Ref]
+    top: Ref  # the running maximum, [q_block, LANES] f32, all lanes alike
+    total: Ref  # the running sum in the same form; None if it is in `acc`
 
 
 class ForwardStatic(NamedTuple):
@@ -95,17 +95,17 @@ class ForwardStatic(NamedTuple):
         return self.schedule.is_list or self.schedule.packed is not None or not known
 
     @property
-    def sum_on_mxu(self) -> bool:
-        return self.call.softmax and self.call.tiles.sum_on_mxu
-
-    @property
     def stores_logits(self) -> bool:
         """Whether logits are `stored`. Where the matrix unit is 128 wide, that costs more than it saves (v5e: 1 %)."""
-        return self.sum_on_mxu
+        return self.call.softmax and self.call.tiles.sum_on_mxu
 
     def acc_width(self, head_dim: int) -> int:
-        """Columns of the accumulator: those of the values and, with `sum_on_mxu`, of the weights' sums behind them."""
-        return whole_lanes(head_dim + 1) if self.sum_on_mxu else head_dim
+        """Columns of the accumulator: the values', and what is left of their last lanes for sums by the matrix unit."""
+        return whole_lanes(head_dim) if self.call.softmax and self.call.tiles.sum_on_mxu else head_dim
+
+    def has_total(self, head_dim: int) -> bool:
+        """Whether the sum of the weights has an array of its own."""
+        return self.call.softmax and self.acc_width(head_dim) == head_dim
 
     def name_refs(self, refs) -> ForwardRefs:
         call, is_list, packed = self.call, self.schedule.is_list, self.schedule.packed is not None
@@ -116,11 +116,12 @@ class ForwardStatic(NamedTuple):
         )
         num_results = 2 if call.softmax else 1
         window, results, (acc, *rest) = split(rest, num_results if self.branches else 0, num_results)
-        finite_v, nonfinite, rotated_q, logits, statistics = take(
-            rest, is_list, self.branches, rotated, self.stores_logits
+        has_total = self.has_total(q.shape[-1])
+        finite_v, nonfinite, rotated_q, logits, top, total, _ = take(
+            rest, is_list, self.branches, rotated, self.stores_logits, call.softmax, has_total
         )
         inputs = q, k, v, initial, head_bias, q_info, kv_info, first, cos, sin
-        return ForwardRefs(*inputs, window, results, acc, finite_v, nonfinite, rotated_q, logits, statistics)
+        return ForwardRefs(*inputs, window, results, acc, finite_v, nonfinite, rotated_q, logits, top, total)
 
 
 class _Source(NamedTuple):
@@ -187,18 +188,19 @@ class ForwardStep:
         refs = self.refs
         if not refs.initial:
             refs.acc[...] = jnp.zeros_like(refs.acc)
-            for ref, nothing in zip(refs.statistics or [], (MASKED, 0.0), strict=False):
-                ref[...] = jnp.full_like(ref, nothing)
+            for ref, nothing in (refs.top, MASKED), (refs.total, 0.0):
+                if ref is not None:
+                    ref[...] = jnp.full_like(ref, nothing)
             return
         acc = refs.initial[0][...].astype(jnp.float32)
         if self.call.softmax:
             lse = jnp.broadcast_to(refs.initial[1][...], (LANES, self.call.tiles.q_block)).T
-            refs.statistics[0][...] = jnp.maximum(lse, MASKED)
+            refs.top[...] = jnp.maximum(lse, MASKED)
             total = jnp.where(lse > MASKED, 1.0, 0.0)
-            if self.static.sum_on_mxu:
-                acc = jnp.concatenate([acc, total[:, : refs.acc.shape[1] - self.head_dim]], axis=1)
+            if refs.total is not None:
+                refs.total[...] = total
             else:
-                refs.statistics[1][...] = total
+                acc = jnp.concatenate([acc, total[:, : refs.acc.shape[1] - self.head_dim]], axis=1)
         refs.acc[...] = acc
 
     def attend_window(self, clean) -> None:
@@ -276,7 +278,8 @@ class ForwardStep:
             window_results=part(refs.window_results),
             results=part(refs.results),
             acc=refs.acc.at[at, :],
-            statistics=[ref.at[at, :] for ref in refs.statistics or []],
+            top=None if refs.top is None else refs.top.at[at, :],
+            total=None if refs.total is None else refs.total.at[at, :],
         )
         static, visit = self.static._replace(call=packed.call), self.visit._replace(row=row)
         return dataclasses.replace(self, static=static, refs=refs, visit=visit, whole=self.visit)
@@ -389,27 +392,32 @@ class ForwardStep:
             more = sum(sigmoid_values(sigmoid_weights(tile.logits), tile.value()) for tile in tiles)
             acc_ref[rows, :] = more if fresh else acc_ref[rows, :] + more
             return
-        top_ref, *total_ref = self.refs.statistics
-        acc: Any = 0.0  # of these keys alone, grown product by product: so the compiler adds in the matrix unit
-        decay: Any = None
+        top_ref, total_ref = self.refs.top, self.refs.total
+        acc: Any = 0.0
+        total: Any = 0.0
         new = jnp.broadcast_to(top, (self.strip, LANES))  # all lanes alike
         if not fresh:
             old = top_ref[rows, :]
             new = jnp.maximum(old, top)
             decay = jnp.exp2(old - new)
-        sums = []
+            acc = acc_ref[rows, :] * _as_wide(decay, acc_ref)
+            total = 0.0 if total_ref is None else total_ref[rows, :] * decay
+        width, sums = acc_ref.shape[1], []
         for tile in tiles:
             weights, value = jnp.exp2(tile.logits[...] - new[:, :1]), tile.value()
-            if self.static.sum_on_mxu:
-                value = beside_ones(value, acc_ref.shape[1] - self.head_dim)
+            if self.call.tiles.sum_on_mxu:
+                value = beside_ones(value, whole_lanes(self.head_dim + 1) - self.head_dim)
             else:
                 sums.append(weights)
-            acc += dot(weights.astype(value.dtype), value, NN)
+            product = dot(weights.astype(value.dtype), value, NN)
+            acc += product[:, :width]
+            if product.shape[1] > width:
+                total += product[:, width:]
         if sums:
-            total = jnp.broadcast_to(over_lanes(jnp.add, sums).sum(axis=1, keepdims=True), new.shape)
-            total_ref[0][rows, :] = total if fresh else total_ref[0][rows, :] * decay + total
-        acc_ref[rows, :] = acc if fresh else acc_ref[rows, :] * _as_wide(decay, acc_ref) + acc
-        top_ref[rows, :] = new
+            total += jnp.broadcast_to(over_lanes(jnp.add, sums).sum(axis=1, keepdims=True), new.shape)
+        acc_ref[rows, :], top_ref[rows, :] = acc, new
+        if total_ref is not None:
+            total_ref[rows, :] = total
 
     def write(self, results: list[Ref], rows: slice) -> None:
         acc_ref = self.refs.acc
@@ -420,17 +428,17 @@ class ForwardStep:
         out = acc_ref[rows, :][:, : self.head_dim]
         out *= _as_wide(1 / self.total(rows), out)
         if self.static.may_be_empty:
-            out = jnp.where(sees_nothing(_as_wide(self.refs.statistics[0][rows, :], out)), 0, out)
+            out = jnp.where(sees_nothing(_as_wide(self.refs.top[rows, :], out)), 0, out)
         out_ref[rows, :] = out.astype(out_ref.dtype)
         if rows == self.strips[-1]:
             self.write_lse(lse_ref)
 
     def total(self, rows: slice) -> jax.Array:
         """The sum of a strip's weights, [strip, LANES], all lanes alike."""
-        if not self.static.sum_on_mxu:
-            return self.refs.statistics[1][rows, :]
-        total = self.refs.acc[rows, :][:, self.head_dim :]
-        return total if total.shape[1] == LANES else jnp.broadcast_to(total[:, :1], (self.strip, LANES))
+        if self.refs.total is not None:
+            return self.refs.total[rows, :]
+        total = self.refs.acc[rows, :][:, self.head_dim : self.head_dim + 1]
+        return jnp.broadcast_to(total, (self.strip, LANES))
 
     def write_lse(self, lse_ref: Ref) -> None:
         """Writes the lse of all strips, in base 2: one logarithm and one transpose, with a lane for each strip."""
@@ -442,7 +450,7 @@ class ForwardStep:
                 column = jnp.where(lane == i, read(rows), column)
             return column
 
-        top, total = by_lane(lambda rows: self.refs.statistics[0][rows, :]), by_lane(self.total)
+        top, total = by_lane(lambda rows: self.refs.top[rows, :]), by_lane(self.total)
         lse = top + jnp.log2(total)
         if self.static.may_be_empty:
             lse = jnp.where(sees_nothing(top), -jnp.inf, lse)

@@ -148,7 +148,7 @@ def _scratch(static: ForwardStatic, x: TpuOperands, num_rows: int) -> list[Any]:
         columns = blocks * (tiles.kv_block // tile) * whole_lanes(tile)
         scratch.append(pltpu.VMEM((AHEAD + 1, strip, columns), jnp.float32))
     if call.softmax:
-        scratch += [pltpu.VMEM((num_rows, LANES), jnp.float32)] * (1 if static.sum_on_mxu else 2)
+        scratch += [pltpu.VMEM((num_rows, LANES), jnp.float32)] * (1 + static.has_total(head_dim))
     if static.schedule.listed is not None:
         scratch += scratch_of(num_rows, x.q, call.result_dtype(x.q))
     return scratch
