@@ -183,6 +183,8 @@ def trip_count(program: HloProgram, outside: Computation, loop: Instruction) -> 
         return None
     first = value(outside, start.operands[counter])
     step = body.instructions[body.root.operands[counter]]
+    while step.opcode == "copy":
+        step = body.instructions[step.operands[0]]
     if step.opcode != "add" or first is None:
         return None
     steps = [value(body, name) for name in step.operands if _carried(body, name) != counter]

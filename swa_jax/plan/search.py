@@ -63,8 +63,10 @@ class Tried:
 
     @property
     def seconds(self) -> float | None:
-        """Of a step as it is scheduled; None where it does not fit."""
-        return self.report["time"]["seconds"] if self.report and self.report["memory"]["fits"] else None
+        """Of a step as it is scheduled; None where it does not fit or, above the chips' peak, is not counted whole."""
+        if self.report is None or not self.report["memory"]["fits"] or self.report["time"]["mfu_scheduled"] > 1:
+            return None
+        return self.report["time"]["seconds"]
 
     @property
     def bytes(self) -> float | None:
@@ -241,9 +243,11 @@ def outcome(tried: Tried) -> str:
     if tried.report is None:
         return f"cannot be had: {tried.why_not}"
     gib = f"{(tried.bytes or 0) / GIB:.2f} GiB of a chip"
-    if tried.seconds is None:
+    if not tried.report["memory"]["fits"]:
         return f"does not fit: {gib}"
     time = tried.report["time"]
+    if tried.seconds is None:
+        return f"{gib}, but its time is not known: MFU {time['mfu_scheduled']:.0%}"
     return f"{time['seconds']:.3g} s a step, MFU {time['mfu_scheduled']:.0%}, {gib}"
 
 

@@ -10,6 +10,7 @@ import pytest
 from pallas_kernels import AttentionSpec, attention
 from pallas_kernels.blocks import Tiles
 from pallas_kernels.tpu.calls import launches
+from pallas_kernels.tpu.tile.tiles import LANES, beside_ones
 from pallas_kernels.tpu.tile.tiles import Call as KernelCall
 from pallas_kernels.tpu.window.geometry import window_tiles
 from pallas_kernels.tpu.window.shared_columns import share_columns, shared_products, shared_values
@@ -18,7 +19,7 @@ from .suite import Call, Implementation, assert_matches_reference, quick_jit
 from .tolerances import assert_close
 
 TPU = Implementation("tpu")
-QUARTERS = Tiles(512, 512, strip=256, tile=256)  # with head_dim 128, as v6e and v7x have them
+QUARTERS = Tiles(512, 512, strip=256, tile=256)  # with a head_dim of at most 128, as v6e and v7x have them
 
 
 @pytest.fixture
@@ -36,12 +37,14 @@ def test_each_query_has_one_key_in_each_column(n, head_dim, with_sums):
     assert_close(shared_products(query, jnp.asarray(far_keys), jnp.asarray(near_keys)), expected, "float32")
     weights = rng.uniform(size=(n, n)).astype(np.float32)
     values = np.where(is_far, weights, 0) @ far_values + np.where(is_far, 0, weights) @ near_values
-    sums = np.broadcast_to(weights.sum(axis=1, keepdims=True), (n, head_dim))
-    expected = np.concatenate([values, sums], axis=1) if with_sums else values
-    found = shared_values(
-        jnp.asarray(weights), jnp.asarray(far_values), jnp.asarray(near_values), with_sums=with_sums, acc=1.0
-    )
-    assert_close(found / n, (1 + expected) / n, "float32")
+    far_values, near_values = jnp.asarray(far_values), jnp.asarray(near_values)
+    if with_sums:
+        spare = [(0, 0), (0, LANES - head_dim)]
+        far_values, near_values = (beside_ones(jnp.pad(x, spare)) for x in (far_values, near_values))
+        sums = np.broadcast_to(weights.sum(axis=1, keepdims=True), (n, LANES))
+        values = np.concatenate([np.pad(values, spare), sums], axis=1)
+    found = shared_values(jnp.asarray(weights), far_values, near_values, with_sums=with_sums, acc=1.0)
+    assert_close(found / n, (1 + values) / n, "float32")
 
 
 @pytest.mark.parametrize(
@@ -98,23 +101,25 @@ def test_small_strips(call, cut_into):
     assert_matches_reference(dataclasses.replace(call, heads=2, kv_heads=1), TPU)
 
 
+@pytest.mark.parametrize("head_dim", [128, 96])
 @pytest.mark.parametrize(
     ("window", "segments"),
     [(256, None), (200, None), *((window, (tuple([1] * 700 + [2] * 324),)) for window in (512, 700))],
     ids=["window-256", "window-200", "packed-window-512", "packed-window-700"],
 )
-def test_strips_of_a_tpu(window, segments, cut_into):
+def test_strips_of_a_tpu(window, segments, head_dim, cut_into):
     cut_into(QUARTERS)
-    call = Call(AttentionSpec(window), (), segments, 1, 1024, 1024, 1, 1, head_dim=128)
+    call = Call(AttentionSpec(window), (), segments, 1, 1024, 1024, 1, 1, head_dim=head_dim)
     assert_matches_reference(call, TPU)
 
 
-def test_what_is_not_a_number_reaches_those_who_see_it(cut_into):
+@pytest.mark.parametrize("head_dim", [128, 96])
+def test_what_is_not_a_number_reaches_those_who_see_it(head_dim, cut_into):
     """In every quarter: not every row of a strip is multiplied with every quarter of its edges. And two queries share a
     row of the product with the corners."""
     cut_into(QUARTERS)
     inputs = dict(
-        zip("qkv", np.random.default_rng(0).normal(size=(3, 1, 1024, 1, 128)).astype(np.float32), strict=True)
+        zip("qkv", np.random.default_rng(0).normal(size=(3, 1, 1024, 1, head_dim)).astype(np.float32), strict=True)
     )
     index = np.arange(1024)
 

@@ -36,6 +36,10 @@ def test_a_loop_runs_as_often_as_its_condition_says(program, counts):
     [
         (("s32[]{:T(128)} constant(1)", "s32[]{:T(128)} constant(5)"), 5),  # 0, 5, 10, 15, 20
         (("s32[]{:T(128)} constant(0)", "s32[]{:T(128)} constant(20)"), 4),
+        (
+            ("%counted = s32[]{:T(128)} add", "%counted = s32[]{:T(128)} copy(%sum.1)\n  %sum.1 = s32[]{:T(128)} add"),
+            24,
+        ),
         (("direction=LT", "direction=NE"), None),
         (("add(%counter.1, %one)", "multiply(%counter.1, %one)"), None),
     ],

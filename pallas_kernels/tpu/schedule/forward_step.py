@@ -35,6 +35,7 @@ from pallas_kernels.tpu.tile.tiles import (
     dot,
     form_logits,
     over_lanes,
+    own_columns,
     sees_nothing,
     sigmoid_values,
     sigmoid_weights,
@@ -42,7 +43,6 @@ from pallas_kernels.tpu.tile.tiles import (
     stored,
     take,
     tile_mask,
-    whole_lanes,
     window_of,
 )
 
@@ -54,7 +54,7 @@ class ForwardRefs(NamedTuple):
 
     q: Ref  # [q_block, D]
     k: Ref  # [keys at hand, D]
-    v: Ref
+    v: Ref  # [keys at hand, `read_width`]
     initial: list[Ref]  # out and lse over other keys
     head_bias: Ref  # [8, LANES]
     q_info: Ref  # `describe_tokens` of the blocks
@@ -64,13 +64,12 @@ class ForwardRefs(NamedTuple):
     sin: Ref
     window_results: list[Ref]  # out and lse of the window (branches)
     results: list[Ref]
-    acc: Ref  # [q_block, `acc_width`] f32
-    finite_v: Ref  # [kv_block, D] (lists)
+    acc: Ref  # [q_block, `read_width`] f32
+    finite_v: Ref  # [kv_block, `read_width`] (lists)
     nonfinite: Ref  # [1] int32 (branches)
     rotated_q: Ref  # [q_block, D]
     logits: Ref  # [AHEAD + 1, strip, keys attended to at once] f32 (`ForwardStatic.stores_logits`)
-    top: Ref  # the running maximum, [q_block, LANES] f32, all lanes alike
-    total: Ref  # the running sum in the same form; None if it is in `acc`
+    statistics: list[Ref]  # the running maximum and sum, [q_block, LANES] f32, all lanes alike
 
 
 class ForwardStatic(NamedTuple):
@@ -99,14 +98,6 @@ class ForwardStatic(NamedTuple):
         """Whether logits are `stored`. Where the matrix unit is 128 wide, that costs more than it saves (v5e: 1 %)."""
         return self.call.softmax and self.call.tiles.sum_on_mxu
 
-    def acc_width(self, head_dim: int) -> int:
-        """Columns of the accumulator: the values', and what is left of their last lanes for sums by the matrix unit."""
-        return whole_lanes(head_dim) if self.call.softmax and self.call.tiles.sum_on_mxu else head_dim
-
-    def has_total(self, head_dim: int) -> bool:
-        """Whether the sum of the weights has an array of its own."""
-        return self.call.softmax and self.acc_width(head_dim) == head_dim
-
     def name_refs(self, refs) -> ForwardRefs:
         call, is_list, packed = self.call, self.schedule.is_list, self.schedule.packed is not None
         (q, k, v), initial, rest = split(refs, 3, self.num_initial)
@@ -116,12 +107,11 @@ class ForwardStatic(NamedTuple):
         )
         num_results = 2 if call.softmax else 1
         window, results, (acc, *rest) = split(rest, num_results if self.branches else 0, num_results)
-        has_total = self.has_total(q.shape[-1])
-        finite_v, nonfinite, rotated_q, logits, top, total, _ = take(
-            rest, is_list, self.branches, rotated, self.stores_logits, call.softmax, has_total
+        finite_v, nonfinite, rotated_q, logits, statistics = take(
+            rest, is_list, self.branches, rotated, self.stores_logits
         )
         inputs = q, k, v, initial, head_bias, q_info, kv_info, first, cos, sin
-        return ForwardRefs(*inputs, window, results, acc, finite_v, nonfinite, rotated_q, logits, top, total)
+        return ForwardRefs(*inputs, window, results, acc, finite_v, nonfinite, rotated_q, logits, statistics)
 
 
 class _Source(NamedTuple):
@@ -147,10 +137,11 @@ class _Stage(NamedTuple):
 class _StripTile(NamedTuple):
     logits: Any  # [strip, keys], or where they are stored
     value_ref: Ref  # [keys, D]
+    head_dim: int
     unclean: bool  # of the values behind a mask, those that are not finite are still to be taken as zero
 
     def value(self) -> jax.Array:
-        return finite(self.value_ref[...]) if self.unclean else self.value_ref[...]
+        return own_columns(finite(self.value_ref[...]) if self.unclean else self.value_ref[...], self.head_dim)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -169,7 +160,7 @@ class ForwardStep:
 
     @property
     def head_dim(self) -> int:
-        return self.refs.v.shape[1]
+        return self.refs.q.shape[1]
 
     @property
     def strip(self) -> int:
@@ -186,22 +177,20 @@ class ForwardStep:
     def begin(self) -> None:
         """Before a row's first pair: nothing is accumulated, or the initial results are."""
         refs = self.refs
-        if not refs.initial:
+        if refs.initial:
+            refs.acc[:, : self.head_dim] = refs.initial[0][...].astype(jnp.float32)
+        else:
             refs.acc[...] = jnp.zeros_like(refs.acc)
-            for ref, nothing in (refs.top, MASKED), (refs.total, 0.0):
-                if ref is not None:
-                    ref[...] = jnp.full_like(ref, nothing)
+        if not self.call.softmax:
             return
-        acc = refs.initial[0][...].astype(jnp.float32)
-        if self.call.softmax:
+        top_ref, total_ref = refs.statistics
+        if refs.initial:
             lse = jnp.broadcast_to(refs.initial[1][...], (LANES, self.call.tiles.q_block)).T
-            refs.top[...] = jnp.maximum(lse, MASKED)
-            total = jnp.where(lse > MASKED, 1.0, 0.0)
-            if refs.total is not None:
-                refs.total[...] = total
-            else:
-                acc = jnp.concatenate([acc, total[:, : refs.acc.shape[1] - self.head_dim]], axis=1)
-        refs.acc[...] = acc
+            top_ref[...] = jnp.maximum(lse, MASKED)
+            total_ref[...] = jnp.where(lse > MASKED, 1.0, 0.0)
+        else:
+            top_ref[...] = jnp.full_like(top_ref, MASKED)
+            total_ref[...] = jnp.zeros_like(total_ref)
 
     def attend_window(self, clean) -> None:
         """The window's blocks, whose results are written, and those of their keys outside the window.
@@ -278,8 +267,7 @@ class ForwardStep:
             window_results=part(refs.window_results),
             results=part(refs.results),
             acc=refs.acc.at[at, :],
-            top=None if refs.top is None else refs.top.at[at, :],
-            total=None if refs.total is None else refs.total.at[at, :],
+            statistics=[ref.at[at, :] for ref in refs.statistics or []],
         )
         static, visit = self.static._replace(call=packed.call), self.visit._replace(row=row)
         return dataclasses.replace(self, static=static, refs=refs, visit=visit, whole=self.visit)
@@ -351,7 +339,7 @@ class ForwardStep:
         s, _ = form_logits(call, s, functools.partial(addend_at, call, query, key, self.slope_and_bias))
         if masked and is_list:
             s = jnp.where(self.mask_by_token(call, query, key, s.shape), s, MASKED)
-            return _StripTile(s, self.refs.finite_v.at[keys, :], False)
+            return _StripTile(s, self.refs.finite_v.at[keys, :], self.head_dim, False)
         masks = []
         if masked:
             relative = lax.broadcasted_iota(jnp.int32, s.shape, 0)
@@ -362,7 +350,7 @@ class ForwardStep:
             masks.append(self.in_document(source, rows, keys))
         for mask in masks:
             s = jnp.where(mask, s, MASKED)
-        return _StripTile(s, source.v_ref.at[keys, :], bool(masks))
+        return _StripTile(s, source.v_ref.at[keys, :], self.head_dim, bool(masks))
 
     def in_document(self, source: _Source, rows: slice, keys: slice) -> jax.Array:
         """Which keys of a tile do not lie before the document of each query: [strip, keys] bool."""
@@ -392,7 +380,7 @@ class ForwardStep:
             more = sum(sigmoid_values(sigmoid_weights(tile.logits), tile.value()) for tile in tiles)
             acc_ref[rows, :] = more if fresh else acc_ref[rows, :] + more
             return
-        top_ref, total_ref = self.refs.top, self.refs.total
+        top_ref, total_ref = self.refs.statistics
         acc: Any = 0.0
         total: Any = 0.0
         new = jnp.broadcast_to(top, (self.strip, LANES))  # all lanes alike
@@ -400,24 +388,20 @@ class ForwardStep:
             old = top_ref[rows, :]
             new = jnp.maximum(old, top)
             decay = jnp.exp2(old - new)
-            acc = acc_ref[rows, :] * _as_wide(decay, acc_ref)
-            total = 0.0 if total_ref is None else total_ref[rows, :] * decay
-        width, sums = acc_ref.shape[1], []
+            acc, total = acc_ref[rows, :] * _as_wide(decay, acc_ref), total_ref[rows, :] * decay
+        sums = []
         for tile in tiles:
             weights, value = jnp.exp2(tile.logits[...] - new[:, :1]), tile.value()
             if self.call.tiles.sum_on_mxu:
-                value = beside_ones(value, whole_lanes(self.head_dim + 1) - self.head_dim)
+                product = dot(weights.astype(value.dtype), beside_ones(value), NN)
+                acc, total = acc + product[:, :-LANES], total + product[:, -LANES:]
             else:
+                acc += dot(weights.astype(value.dtype), value, NN)
                 sums.append(weights)
-            product = dot(weights.astype(value.dtype), value, NN)
-            acc += product[:, :width]
-            if product.shape[1] > width:
-                total += product[:, width:]
         if sums:
-            total += jnp.broadcast_to(over_lanes(jnp.add, sums).sum(axis=1, keepdims=True), new.shape)
+            total += over_lanes(jnp.add, sums).sum(axis=1, keepdims=True)
         acc_ref[rows, :], top_ref[rows, :] = acc, new
-        if total_ref is not None:
-            total_ref[rows, :] = total
+        total_ref[rows, :] = jnp.broadcast_to(total, new.shape)
 
     def write(self, results: list[Ref], rows: slice) -> None:
         acc_ref = self.refs.acc
@@ -425,32 +409,25 @@ class ForwardStep:
             results[0][rows, :] = acc_ref[rows, :].astype(results[0].dtype)
             return
         out_ref, lse_ref = results
-        out = acc_ref[rows, :][:, : self.head_dim]
-        out *= _as_wide(1 / self.total(rows), out)
+        top, total = (_as_wide(ref[rows, :], acc_ref) for ref in self.refs.statistics)
+        out = acc_ref[rows, :] * (1 / total)
         if self.static.may_be_empty:
-            out = jnp.where(sees_nothing(_as_wide(self.refs.top[rows, :], out)), 0, out)
-        out_ref[rows, :] = out.astype(out_ref.dtype)
+            out = jnp.where(sees_nothing(top), 0, out)
+        out_ref[rows, :] = out[:, : self.head_dim].astype(out_ref.dtype)
         if rows == self.strips[-1]:
             self.write_lse(lse_ref)
-
-    def total(self, rows: slice) -> jax.Array:
-        """The sum of a strip's weights, [strip, LANES], all lanes alike."""
-        if self.refs.total is not None:
-            return self.refs.total[rows, :]
-        total = self.refs.acc[rows, :][:, self.head_dim : self.head_dim + 1]
-        return jnp.broadcast_to(total, (self.strip, LANES))
 
     def write_lse(self, lse_ref: Ref) -> None:
         """Writes the lse of all strips, in base 2: one logarithm and one transpose, with a lane for each strip."""
         lane = lax.broadcasted_iota(jnp.int32, (self.strip, LANES), 1)
 
-        def by_lane(read) -> jax.Array:
-            column = read(self.strips[0])
+        def by_lane(ref: Ref) -> jax.Array:
+            column = ref[self.strips[0], :]
             for i, rows in enumerate(self.strips):
-                column = jnp.where(lane == i, read(rows), column)
+                column = jnp.where(lane == i, ref[rows, :], column)
             return column
 
-        top, total = by_lane(lambda rows: self.refs.top[rows, :]), by_lane(self.total)
+        top, total = map(by_lane, self.refs.statistics)
         lse = top + jnp.log2(total)
         if self.static.may_be_empty:
             lse = jnp.where(sees_nothing(top), -jnp.inf, lse)
@@ -481,17 +458,14 @@ class ForwardStep:
                 first = jnp.broadcast_to(self.refs.first_keys[:, rows], (8, strip)).T[:, :1]
                 seen &= key[0] >= first - (source.column * kv_block + column)
             hit = sees_non_finite(seen, source.v_ref[keys, :])
-            before, width = result_ref[rows, :], self.head_dim
-            marked = jnp.where(hit, jnp.nan, before[:, :width])
-            if before.shape[1] > width:  # the sums are behind the values
-                marked = jnp.concatenate([marked, before[:, width:]], axis=1)
-            result_ref[rows, :] = marked
+            result = result_ref[rows, :]
+            result_ref[rows, :] = jnp.where(hit[:, : result.shape[1]], jnp.nan, result)
 
 
 def _has_nonfinite(source: _Source) -> jax.Array:
     """Whether a value is not finite (or their sum is not, which costs time only)."""
     ones = jnp.ones((8, source.call.tiles.kv_block), source.v_ref.dtype)
-    return jnp.any(~is_finite(dot(ones, source.v_ref[...], NN)))
+    return jnp.any(~is_finite(own_columns(dot(ones, source.v_ref[...], NN), source.k_ref.shape[1])))
 
 
 def _as_wide(column, like):

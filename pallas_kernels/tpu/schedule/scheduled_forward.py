@@ -32,6 +32,7 @@ from pallas_kernels.tpu.tile.tiles import (
     cost_of,
     head_at,
     launch,
+    read_width,
     shape_like,
     slope_and_bias,
     split,
@@ -82,8 +83,11 @@ def scheduled_forward(
     of_heads = side if listed else None
     queries = spec((None, of_heads, q_block, head_dim), lambda b, h, visit: (b, h, visit.row, 0))
     rows = spec((None, of_heads, 1, q_block), lambda b, h, visit: (b, h, 0, visit.row))
-    of_keys = spec((None, None, schedule.keys_at_hand(call, x.k), head_dim), keys)
-    inputs = [Blocked(x.q, queries), Blocked(x.k, of_keys), Blocked(x.v, of_keys)]
+    of_keys, of_values = (
+        spec((None, None, schedule.keys_at_hand(call, x.k), width), keys)
+        for width in (head_dim, read_width(call, head_dim))
+    )
+    inputs = [Blocked(x.q, queries), Blocked(x.k, of_keys), Blocked(x.v, of_values)]
     results = zip(initial, (queries, rows), strict=False)
     inputs += [Blocked(array, at, becomes=i if listed else None) for i, (array, at) in enumerate(results)]
     if call.has_head_bias:
@@ -134,9 +138,10 @@ def fits_vmem(length: int, head_dim: int, dtype) -> bool:
 def _scratch(static: ForwardStatic, x: TpuOperands, num_rows: int) -> list[Any]:
     """In the order of `ForwardRefs` from `acc` on."""
     call, head_dim = static.call, x.q.shape[3]
-    scratch = [pltpu.VMEM((num_rows, static.acc_width(head_dim)), jnp.float32)]
+    width = read_width(call, head_dim)
+    scratch = [pltpu.VMEM((num_rows, width), jnp.float32)]
     if static.schedule.is_list:
-        scratch.append(pltpu.VMEM((call.tiles.kv_block, head_dim), x.v.dtype))
+        scratch.append(pltpu.VMEM((call.tiles.kv_block, width), x.v.dtype))
     if static.branches:
         scratch.append(pltpu.SMEM((1,), jnp.int32))
     if call.rotated_by:
@@ -148,7 +153,7 @@ def _scratch(static: ForwardStatic, x: TpuOperands, num_rows: int) -> list[Any]:
         columns = blocks * (tiles.kv_block // tile) * whole_lanes(tile)
         scratch.append(pltpu.VMEM((AHEAD + 1, strip, columns), jnp.float32))
     if call.softmax:
-        scratch += [pltpu.VMEM((num_rows, LANES), jnp.float32)] * (1 + static.has_total(head_dim))
+        scratch += [pltpu.VMEM((num_rows, LANES), jnp.float32)] * 2
     if static.schedule.listed is not None:
         scratch += scratch_of(num_rows, x.q, call.result_dtype(x.q))
     return scratch

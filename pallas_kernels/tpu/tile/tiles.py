@@ -302,9 +302,26 @@ def over_lanes(operator, tiles):
     return functools.reduce(operator, groups)
 
 
-def beside_ones(values: jax.Array, columns: int) -> jax.Array:
-    """Columns of ones beside values [keys, D]: the product gives the weights' sums there."""
-    return jnp.concatenate([values, jnp.ones((len(values), columns), values.dtype)], axis=1)
+def beside_ones(values: jax.Array) -> jax.Array:
+    """Values [keys, D], and columns of ones up to the next whole lanes: a product gives the weights' sums there."""
+    num_keys, width = values.shape
+    return jnp.concatenate([values, jnp.ones((num_keys, whole_lanes(width + 1) - width), values.dtype)], axis=1)
+
+
+def read_width(call: Call, head_dim: int) -> int:
+    """Columns of a head as the window's forward kernel reads it: whole lanes, of which `own_columns` are used."""
+    return whole_lanes(head_dim) if call.softmax and call.tiles.sum_on_mxu else head_dim
+
+
+def own_columns(x: jax.Array, head_dim: int) -> jax.Array:
+    """x [n, D or whole lanes] with zeros in the columns that are not the head's; inside a kernel.
+
+    By words of 32 bits: a mask for rows of bf16 would be made anew for each register.
+    """
+    if x.shape[1] == head_dim:
+        return x
+    words = pltpu.bitcast(x, jnp.int32)
+    return pltpu.bitcast(jnp.where(lax.broadcasted_iota(jnp.int32, words.shape, 1) < head_dim, words, 0), x.dtype)
 
 
 def sees_nothing(top: jax.Array) -> jax.Array:

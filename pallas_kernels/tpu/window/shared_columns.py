@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.math.nonfinite import finite
-from pallas_kernels.tpu.tile.tiles import LANES, NN, NT, Call, beside_ones, dot, window_of
+from pallas_kernels.tpu.tile.tiles import LANES, NN, NT, Call, dot, window_of
 from pallas_kernels.tpu.window.geometry import WindowTile
 
 
@@ -64,30 +64,29 @@ def shared_products(query: jax.Array, far_keys: jax.Array, near_keys: jax.Array)
 def shared_values(
     weights: jax.Array, far_values: jax.Array, near_values: jax.Array, *, with_sums: bool, acc: jax.Array
 ) -> jax.Array:
-    """Adds the weighted values of the keys that are seen, with their sums beside them if asked for.
+    """Adds the weighted values of the keys that are seen.
 
     Args:
       weights: [n, n] f32, of the logits that `shared_products` became.
-      far_values, near_values: [n, D].
-      acc: [n, D], with sums [n, 2 D].
+      far_values, near_values: [n, D], with sums what `beside_ones` makes of whole lanes.
+      acc: as wide.
     """
     n, dtype = len(weights), near_values.dtype
     # Factors of 1 and 0, as the v5e's simulator does not know what selections before a rounding are compiled to.
-    if not _by_quarters(n, near_values.shape[1]):
+    if not _by_quarters(n, near_values.shape[1] - LANES * with_sums):
         far = weights * jnp.where(sees_far(n), 1.0, 0.0)
         both = jnp.concatenate([far, weights - far], axis=1).astype(dtype)
-        values = jnp.concatenate([far_values, near_values])
-        return acc + dot(both, beside_ones(values, values.shape[1]) if with_sums else values, NN)
+        return acc + dot(both, jnp.concatenate([far_values, near_values]), NN)
     half = n // 2
     far, first, last = sees_far(half), weights[:half, :half], weights[half:, half:]
     common = _square(
         jnp.where(far, 0, first), weights[:half, half:], weights[half:, :half], jnp.where(far, last, 0)
     ).astype(dtype)
     values = jnp.concatenate([near_values[:half], far_values[half:]])
-    acc = acc + dot(common, beside_ones(values, values.shape[1]) if with_sums else values, NN)
+    acc = acc + dot(common, values, NN)
     corners = jnp.where(far, first, 0), jnp.where(far, 0, last)
     beside = finite(jnp.concatenate(corners, axis=1).astype(dtype))  # as for the products
-    found = dot(beside, _diagonal(far_values[:half], near_values[half:]), NN)
+    found = dot(beside, _diagonal(far_values[:half, :LANES], near_values[half:, :LANES]), NN)
     found = jnp.concatenate([found[:, :half], found[:, half:]])
     if with_sums:
         # Each along the lanes before they are put together: columns one wide would be laid out anew.

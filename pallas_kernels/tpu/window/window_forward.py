@@ -30,6 +30,7 @@ from pallas_kernels.tpu.tile.tiles import (
     cost_of,
     head_at,
     launch,
+    read_width,
     shape_like,
     split,
     take,
@@ -71,8 +72,11 @@ def window_forward(
 
         return pl.BlockSpec(block_shape, index_map)
 
-    queries = spec((None, None, block, head_dim), lambda b, h, kv, i: (b, h, i, 0))
-    outputs = [Blocked(shape_like(x.q.shape, call.result_dtype(x.q), x.q), queries)]
+    queries, out = (
+        spec((None, None, block, width), lambda b, h, kv, i: (b, h, i, 0))
+        for width in (read_width(call, head_dim), head_dim)
+    )
+    outputs = [Blocked(shape_like(x.q.shape, call.result_dtype(x.q), x.q), out)]
     if call.softmax:
         lse = shape_like((batch, num_heads * call.abreast, 1, length), jnp.float32, x.q)
         outputs.append(Blocked(lse, spec((None, call.abreast, 1, block), lambda b, h, kv, i: (b, h, 0, i))))
@@ -92,11 +96,12 @@ def window_forward(
 def _inputs(call: Call, x: TpuOperands, segments: Segments | None, spec: Callable) -> list[Blocked]:
     """What the kernel reads beside the queries."""
     block, (*_, length, head_dim) = call.tiles.q_block, x.q.shape
+    width = read_width(call, head_dim)
     window = range(blocks_back(call), -1, -1)
 
     def keys(before):
         rows, at = _window_rows(call, before)
-        return spec((None, None, rows, head_dim), lambda b, h, kv, i: (b, kv, jnp.maximum(at(i), 0), 0))
+        return spec((None, None, rows, width), lambda b, h, kv, i: (b, kv, jnp.maximum(at(i), 0), 0))
 
     inputs = []
     if call.has_head_bias:
@@ -107,7 +112,7 @@ def _inputs(call: Call, x: TpuOperands, segments: Segments | None, spec: Callabl
     inputs += sink_blocks(call, x, segments, spec(sinks, lambda b, h, kv, i: (b, kv, i if of_step else 0, 0)))
     if segments is not None:
         inputs.append(Blocked(segments.queries, spec((None, 8, block), lambda b, h, kv, i: (b, 0, i))))
-        if reads_codes(call, head_dim):
+        if reads_codes(call, width):
             codes = document_codes(x.where, x.q.dtype, behind=block)
             inputs += [Blocked(codes, _codes(call, length, before)) for before in window]
     table = (None, block, head_dim)

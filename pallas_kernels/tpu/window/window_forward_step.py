@@ -31,6 +31,8 @@ from pallas_kernels.tpu.tile.tiles import (
     dot,
     form_logits,
     over_lanes,
+    own_columns,
+    read_width,
     sees_nothing,
     stored,
     whole_lanes,
@@ -133,6 +135,10 @@ class WindowForwardBody:
     def strip(self) -> int:
         return math.gcd(self.call.tiles.strip, self.block)
 
+    @property
+    def head_dim(self) -> int:
+        return self.refs.out.shape[1]
+
     def attend(self) -> None:
         """All strips of the step, each of all heads that lie side by side."""
         heads = [dataclasses.replace(self, head=i, statistics=[]) for i in range(self.call.abreast)]
@@ -147,7 +153,7 @@ class WindowForwardBody:
             if i + 1 == len(strips) and start > 0:
                 # What the last strip alone sees, before it is finished: afterwards the answer would be waited for.
                 newest = self.refs.values[-1][start:, :].astype(jnp.float32)
-                sums = newest.reshape(-1, 8, newest.shape[1]).sum(axis=0)
+                sums = own_columns(newest.reshape(-1, 8, newest.shape[1]).sum(axis=0), self.head_dim)
                 self.note_nonfinite([*sizes, jnp.abs(sums)])
             write = head.write_softmax if self.call.softmax else head.write_sigmoid
             sizes.append(write(ahead.pop(0)))
@@ -173,7 +179,7 @@ class WindowForwardBody:
         """The strip of queries from `start`, of all heads that lie side by side."""
         if start not in self.queries:
             rows, refs = pl.ds(start, self.strip), self.refs
-            query = refs.queries[rows, :]
+            query = own_columns(refs.queries[rows, :], self.head_dim)
             if self.call.rotated_by:
                 query = rotate_tile(self.call, query, refs.cos[rows, :], refs.sin[rows, :])
             self.queries[start] = query
@@ -223,16 +229,20 @@ class WindowForwardBody:
             if window_of(self.call) < near.size:
                 seen &= relative < window_of(self.call)
             s = jnp.where(seen, s, MASKED)
-        values, far_values = (
-            functools.partial(lambda ref: finite(ref[...]) if self.exact else ref[...], ref)
-            for ref in (near_values, far_values)
-        )
+        values, far_values = (functools.partial(self.read_values, ref, self.exact) for ref in (near_values, far_values))
         return _Scores(s, values, far_values)
 
+    def read_values(self, ref: Ref, only_finite: bool) -> jax.Array:
+        """The values of a tile, with `sum_on_mxu` those of `beside_ones`."""
+        value = own_columns(finite(ref[...]) if only_finite else ref[...], self.head_dim)
+        if (missing := read_width(self.call, self.head_dim) - value.shape[1]) > 0:  # sink tokens
+            value = jnp.concatenate([value, jnp.zeros((len(value), missing), value.dtype)], axis=1)
+        return beside_ones(value) if self.call.softmax and self.call.tiles.sum_on_mxu else value
+
     def read_keys(self, tile: WindowTile) -> jax.Array:
-        """[size, D], with codes [size, D + LANES]."""
+        """[size, D or whole lanes], with codes LANES more."""
         keys = slice(tile.offset, tile.offset + tile.size)
-        read = self.refs.keys[tile.block][keys, :]
+        read = own_columns(self.refs.keys[tile.block][keys, :], self.head_dim)
         if not self.by_code:
             return read
         return jnp.concatenate([read, self.refs.codes[tile.block][keys, :]], axis=1)
@@ -261,7 +271,7 @@ class WindowForwardBody:
         num_sinks = self.call.spec.num_sink_tokens
         by_token = self.sinks == "by token"
         size = sink_rows(self.call, by_token)
-        s = dot(query, self.refs.sink_keys[:size, :], NT)
+        s = dot(query[:, : self.head_dim], self.refs.sink_keys[:size, :], NT)
         distance: Any = self.step * self.block + start - self.first_sink
         column = lax.broadcasted_iota(jnp.int32, s.shape, 1)
         masks = []
@@ -296,9 +306,7 @@ class WindowForwardBody:
         """`middle` is the distance in the middle of a tile whose weights are rounded about their mean."""
         seen = functools.reduce(jnp.logical_and, masks) if masks else None
 
-        def value():
-            return finite(value_ref[...]) if masks and self.exact else value_ref[...]
-
+        value = functools.partial(self.read_values, value_ref, bool(masks) and self.exact)
         if self.call.softmax:
             s = s if seen is None else jnp.where(seen, s, MASKED)
             return _Scores(s, value)
@@ -340,12 +348,13 @@ class WindowForwardBody:
         """Writes a strip's result, with the last one's those of all heads that lie side by side."""
         self.results.append(out)
         if len(self.results) == self.call.abreast:
-            self.refs.out[strip.rows, :] = join_lanes(self.results).astype(self.refs.out.dtype)
+            out = join_lanes(self.results)[:, : self.head_dim]
+            self.refs.out[strip.rows, :] = out.astype(self.refs.out.dtype)
             self.results.clear()
 
     def write_softmax(self, strip: _Strip) -> jax.Array:
         """As `write_sigmoid`; the sizes are those before the division by the row's sum."""
-        refs, sum_on_mxu = self.refs, self.call.tiles.sum_on_mxu
+        sum_on_mxu = self.call.tiles.sum_on_mxu
         acc: Any = 0.0  # Grown product by product: so the compiler adds in the matrix unit.
         partial_sums = []
         # What serves two edges comes last, as not all of it is added there.
@@ -357,13 +366,12 @@ class WindowForwardBody:
             if tile.far_value is not None:
                 acc = shared_values(weights, tile.far_value(), value, with_sums=sum_on_mxu, acc=acc)
                 continue
-            acc += dot(weights.astype(value.dtype), beside_ones(value, value.shape[1]) if sum_on_mxu else value, NN)
-        head_dim = refs.queries.shape[1]
-        sizes = jnp.abs(acc[:8, :head_dim]) + jnp.abs(acc[-8:, :head_dim])
+            acc += dot(weights.astype(value.dtype), value, NN)
         if sum_on_mxu:
-            acc, total = acc[:, :head_dim], acc[:, head_dim:]
+            acc, total = acc[:, :-LANES], acc[:, -LANES:]
         else:
             total = over_lanes(jnp.add, partial_sums).sum(axis=1, keepdims=True)
+        sizes = jnp.abs(acc[:8]) + jnp.abs(acc[-8:])
         if self.by_code:  # a key that is not finite shows in the sums alone where two queries share a row
             sizes += jnp.abs(total[:8]) + jnp.abs(total[-8:])
         out = acc * (1 / total)
@@ -412,7 +420,7 @@ def mark_rows_nan(call: Call, refs: WindowForwardRefs, step: jax.Array) -> None:
             length = values.shape[0]
             end -= length
             key = end + lax.broadcasted_iota(jnp.int32, (strip, length), 1)
-            hit |= sees_non_finite((key <= query) & (key >= oldest), values[...])
+            hit |= sees_non_finite((key <= query) & (key >= oldest), values[...])[:, : hit.shape[1]]
         if refs.sink_values is not None:
             row = lax.broadcasted_iota(jnp.int32, (strip, refs.sink_values.shape[0]), 1)
             hit |= sees_non_finite((row >= sinks_from) & (row < sinks_to), refs.sink_values[...])
