@@ -30,6 +30,7 @@ def published(name: str) -> dict:
         "qwen3-8b-bosch-v5p-4x4x8",
         "qwen3-8b-bosch-128k-v5p-4x4x8",
         "qwen3-8b-bosch-v6e-16x16",
+        "llama-70b-v5p-4x4x4",
     ],
 )
 def test_a_plan_sends_what_a_hand_counts(name):

@@ -21,8 +21,8 @@ _LOW = LANES // 2  # values of the lower digit; the higher one has a value less
 _NONE = LANES - 1  # lane of what no query sees
 
 
-def reads_codes(call: Call, head_dim: int) -> bool:
-    """Whether the step has room for codes and gains by them.
+def reads_codes(call: Call, width: int) -> bool:
+    """Whether the step has room for codes beside `width` columns of a head, and gains by them.
 
     The first or the last query of each strip must see every key that any of its queries sees: only so does a key that
     is not finite show, and the step is then done again by comparisons. A softcap would bound what codes add.
@@ -31,7 +31,7 @@ def reads_codes(call: Call, head_dim: int) -> bool:
     return (
         call.softmax
         and call.spec.logit_softcap is None
-        and head_dim == LANES
+        and width == LANES
         and strip == 2 * LANES
         and 2 * strip <= window_of(call) <= _LOW * (_LOW - 1) - 2 * strip
     )
