@@ -465,7 +465,7 @@ class ForwardStep:
 def _has_nonfinite(source: _Source) -> jax.Array:
     """Whether a value is not finite (or their sum is not, which costs time only)."""
     ones = jnp.ones((8, source.call.tiles.kv_block), source.v_ref.dtype)
-    return jnp.any(~is_finite(own_columns(dot(ones, source.v_ref[...], NN), source.k_ref.shape[1])))
+    return jnp.any(~is_finite(dot(ones, own_columns(source.v_ref[...], source.k_ref.shape[1]), NN)))
 
 
 def _as_wide(column, like):
