@@ -62,9 +62,13 @@ class Tried:
     why_not: str | None = None
 
     @property
+    def fits(self) -> bool:
+        return self.report is not None and self.report["memory"]["fits"]
+
+    @property
     def seconds(self) -> float | None:
         """Of a step as it is scheduled; None where it does not fit or, above the chips' peak, is not counted whole."""
-        if self.report is None or not self.report["memory"]["fits"] or self.report["time"]["mfu_scheduled"] > 1:
+        if self.report is None or not self.fits or self.report["time"]["mfu_scheduled"] > 1:
             return None
         return self.report["time"]["seconds"]
 
@@ -200,7 +204,7 @@ def _in_order(guesses: dict[RunChanges, StepEstimate], tried: list[Tried], work:
     corrected = {one: _corrected(one, guess, tried) for one, guess in guesses.items() if one not in done}
     most = work.chip.hbm_gib * GIB * (1 if any(one.report for one in tried) else MARGIN)
     # Of one that the compiler could not make to fit, it has said how far it comes.
-    known = any(one.settings.computed_again and one.report and one.seconds is None for one in tried)
+    known = any(one.settings.computed_again and one.report and not one.fits for one in tried)
     fitting = [one for one, (_, size) in corrected.items() if (size if known else least_bytes(one, size)) <= most]
     # Estimates do not know what the way to the host's memory takes.
     return sorted(fitting, key=lambda one: (one.remat == "offload", corrected[one]))
@@ -221,7 +225,7 @@ def _corrected(settings: RunChanges, guess: StepEstimate, tried: Sequence[Tried]
     nearest = max((both for both, _ in shared), default=0)
     slower = _mean([ratio for both, ratio in shared if both == nearest]) ** 2.0 ** (nearest - 2)
     # What the compiler has made to fit says nothing of others.
-    telling = [t for t in tried if not (t.settings.computed_again and t.seconds is not None)]
+    telling = [t for t in tried if not (t.settings.computed_again and t.fits)]
     sizes = [(_likeness(settings, t.settings), t.bytes / t.estimate.bytes) for t in telling if t.bytes is not None]
     most = max((likeness for likeness, _ in sizes), default=0)
     return guess.seconds * slower, guess.bytes * _mean([ratio for likeness, ratio in sizes if likeness == most])
@@ -243,7 +247,7 @@ def outcome(tried: Tried) -> str:
     if tried.report is None:
         return f"cannot be had: {tried.why_not}"
     gib = f"{(tried.bytes or 0) / GIB:.2f} GiB of a chip"
-    if not tried.report["memory"]["fits"]:
+    if not tried.fits:
         return f"does not fit: {gib}"
     time = tried.report["time"]
     if tried.seconds is None:

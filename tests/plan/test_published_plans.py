@@ -10,7 +10,7 @@ from swa_jax.base.chips import chip_name
 from swa_jax.base.settings import load_config
 from swa_jax.plan.candidates import RunChanges, candidates, present
 from swa_jax.plan.cost import StepEstimate, estimate
-from swa_jax.plan.search import Tried
+from swa_jax.plan.search import Tried, outcome
 from swa_jax.plan.text import describe
 from swa_jax.train.config import TrainConfig
 
@@ -59,6 +59,15 @@ def test_a_program_that_is_compiled_and_has_no_room_for_itself_does_not_fit():
     tried = Tried(RunChanges(2, 8, 1, 1, "none", 1), StepEstimate({}, {}), plan)
     assert tried.seconds is None
     assert tried.bytes == plan["memory"]["total"]
+
+
+def test_a_time_above_the_peak_is_none():
+    plan = published("swat-340m-v5e-4x4")
+    plan["time"]["mfu_scheduled"] = 3.0
+    tried = Tried(RunChanges(2, 8, 1, 1, "none", 1), StepEstimate({}, {}), plan)
+    assert tried.fits
+    assert tried.seconds is None
+    assert outcome(tried).endswith("but its time is not known: MFU 300%")
 
 
 @pytest.mark.parametrize(

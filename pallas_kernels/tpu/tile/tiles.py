@@ -309,7 +309,7 @@ def beside_ones(values: jax.Array) -> jax.Array:
 
 
 def read_width(call: Call, head_dim: int) -> int:
-    """Columns of a head as the window's forward kernel reads it: whole lanes, of which `own_columns` are used."""
+    """Columns of a head as forward kernels read it: whole lanes, of which `own_columns` are used."""
     return whole_lanes(head_dim) if call.softmax and call.tiles.sum_on_mxu else head_dim
 
 
