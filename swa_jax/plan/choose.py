@@ -63,7 +63,7 @@ def settled(config: TrainConfig, say: Say) -> TrainConfig:
             plan_one = functools.partial(_plan_one, config, start, devices, stage)
             best = fastest(work, plan_one, say)
             if best.seconds is None:
-                raise ConfigError(f"no settings were found that fit the {len(devices)} devices: {outcome(best)}")
+                raise ConfigError(f"no settings tried will do for the {len(devices)} devices: {outcome(best)}")
             settings = best.settings
         config = settings.apply(config, stage)
     return config

@@ -75,7 +75,7 @@ def test_without_a_row_the_rule_decides():
     rule = {"q_block": 1024, "kv_block": 1024}
     assert choose_tiles(V6E, 8192, 8192, 128) == Tiles(**rule, strip=256, tile=256, sum_on_mxu=True)
     old = Tiles(**rule, strip=128, tile=128, sum_on_mxu=False)
-    assert choose_tiles("TPU v5", 8192, 8192, 128, window=1024) == old
+    assert choose_tiles("TPU v5", 8192, 8192, 128, window=2048) == old
     assert choose_tiles(V6E, 8192, 8192, 256).q_block == 512
     assert not choose_tiles(V6E, 8192, 8192, 256).sum_on_mxu
     assert choose_tiles(V6E, 8192, 8192, 128, window=99_999) == choose_tiles(V6E, 8192, 8192, 128)

@@ -96,7 +96,7 @@ class ForwardStatic(NamedTuple):
     @property
     def stores_logits(self) -> bool:
         """Whether logits are `stored`. Where the matrix unit is 128 wide, that costs more than it saves (v5e: 1 %)."""
-        return self.call.softmax and self.call.tiles.sum_on_mxu
+        return self.call.sums_on_mxu
 
     def name_refs(self, refs) -> ForwardRefs:
         call, is_list, packed = self.call, self.schedule.is_list, self.schedule.packed is not None

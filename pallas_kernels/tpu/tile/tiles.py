@@ -59,6 +59,11 @@ class Call:
         return self.spec.activation == "softmax"
 
     @property
+    def sums_on_mxu(self) -> bool:
+        """Whether a forward kernel's row sums come from columns of ones next to V (`beside_ones`)."""
+        return self.softmax and self.tiles.sum_on_mxu
+
+    @property
     def has_head_bias(self) -> bool:
         """Whether ALiBi or a bias is added to the logits."""
         return self.has_slopes or self.has_bias
@@ -310,7 +315,7 @@ def beside_ones(values: jax.Array) -> jax.Array:
 
 def read_width(call: Call, head_dim: int) -> int:
     """Columns of a head as forward kernels read it: whole lanes, of which `own_columns` are used."""
-    return whole_lanes(head_dim) if call.softmax and call.tiles.sum_on_mxu else head_dim
+    return whole_lanes(head_dim) if call.sums_on_mxu else head_dim
 
 
 def own_columns(x: jax.Array, head_dim: int) -> jax.Array:

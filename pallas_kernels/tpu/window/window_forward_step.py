@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.math.nonfinite import finite, sees_non_finite
 from pallas_kernels.math.schedule import Kind
@@ -233,11 +234,11 @@ class WindowForwardBody:
         return _Scores(s, values, far_values)
 
     def read_values(self, ref: Ref, only_finite: bool) -> jax.Array:
-        """The values of a tile, with `sum_on_mxu` those of `beside_ones`."""
+        """The values of a tile, with `sums_on_mxu` those of `beside_ones`."""
         value = own_columns(finite(ref[...]) if only_finite else ref[...], self.head_dim)
         if (missing := read_width(self.call, self.head_dim) - value.shape[1]) > 0:  # sink tokens
             value = jnp.concatenate([value, jnp.zeros((len(value), missing), value.dtype)], axis=1)
-        return beside_ones(value) if self.call.softmax and self.call.tiles.sum_on_mxu else value
+        return beside_ones(value) if self.call.sums_on_mxu else value
 
     def read_keys(self, tile: WindowTile) -> jax.Array:
         """[size, D or whole lanes], with codes LANES more."""
@@ -374,7 +375,7 @@ class WindowForwardBody:
         sizes = jnp.abs(acc[:8]) + jnp.abs(acc[-8:])
         if self.by_code:  # a key that is not finite shows in the sums alone where two queries share a row
             sizes += jnp.abs(total[:8]) + jnp.abs(total[-8:])
-        out = acc * (1 / total)
+        out = acc * pltpu.reciprocal(total, full_range=False)  # in [1, keys], or NaN
         if self.by_token:
             out = jnp.where(sees_nothing(strip.top), 0, out)
         self.write(strip, out)
