@@ -113,6 +113,12 @@ def test_strips_of_a_tpu(window, segments, head_dim, cut_into):
     assert_matches_reference(call, TPU)
 
 
+@pytest.mark.parametrize("window", [128, None])
+def test_narrow_heads_in_bfloat16(window, cut_into):
+    cut_into(QUARTERS)
+    assert_matches_reference(Call(AttentionSpec(window), (), None, 1, 300, 300, 1, 1, head_dim=96, dtype="bfloat16"), TPU)
+
+
 @pytest.mark.parametrize("head_dim", [128, 96])
 def test_what_is_not_a_number_reaches_those_who_see_it(head_dim, cut_into):
     """In every quarter: not every row of a strip is multiplied with every quarter of its edges. And two queries share a
