@@ -116,7 +116,8 @@ def test_strips_of_a_tpu(window, segments, head_dim, cut_into):
 @pytest.mark.parametrize("window", [128, None])
 def test_narrow_heads_in_bfloat16(window, cut_into):
     cut_into(QUARTERS)
-    assert_matches_reference(Call(AttentionSpec(window), (), None, 1, 300, 300, 1, 1, head_dim=96, dtype="bfloat16"), TPU)
+    call = Call(AttentionSpec(window), (), None, 1, 300, 300, 1, 1, head_dim=96, dtype="bfloat16")
+    assert_matches_reference(call, TPU)
 
 
 @pytest.mark.parametrize("head_dim", [128, 96])
