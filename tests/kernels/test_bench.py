@@ -133,9 +133,9 @@ def test_settings_are_what_the_functions_take():
 
 def test_executions_of_the_window_kernels_are_their_steps():
     forward = tpu_kernels.executions("window_forward", "TPU v5 lite", T=8192, H=2)["window_forward"]
-    assert forward == tpu_kernels.Executions(bodies=(14, 2), rows=0, heads=2)  # blocks of 1024
+    assert forward == tpu_kernels.Executions(bodies=(6, 2), rows=0, heads=2)  # blocks of 2048
     sinks = tpu_kernels.executions("window_forward", "TPU v5 lite", T=8192, num_sink_tokens=128)
-    assert sum(sinks["window_forward"].bodies) == 8
+    assert sum(sinks["window_forward"].bodies) == 4
     backward = tpu_kernels.executions("window_backward", "TPU v5 lite", T=8192)["window_backward"]
     assert backward == tpu_kernels.Executions(bodies=(7, 1), rows=1, heads=1)
     # Four heads a step, two of them (of 40 units each) in one piece of code.
