@@ -222,16 +222,18 @@ def test_a_worker_that_never_says_a_word(guards):
 
 # The real worker's side, with this test as its guard.
 _LEASE = """
-import sys, time
+import signal, sys, time
 from swa_jax.train.cluster import Member
 from swa_jax.train.worker import check_lease, worker
+signal.signal(signal.SIGCONT, lambda *_: time.sleep(0.2))  # old signs of life are read before the next check
 with worker(Member(1, 2, "here:1"), 2):
     print("ready", flush=True)
     while True:
         time.sleep(0.01)
+        now = time.monotonic()  # before the check: a process frozen between the check and the write does write
         check_lease()
         with open(sys.argv[1], "a") as file:  # whole lines: the process may end at any moment
-            file.write(f"{time.monotonic()}\\n")
+            file.write(f"{now}\\n")
 """
 
 
@@ -267,6 +269,26 @@ def test_a_worker_ends_when_its_lease_has_run_out(launch, tmp_path, how):
     ours.close()
     written = float(file.read_text().split()[-1]) - frozen
     assert written < {"worker frozen": 0.1, "guard frozen": 1.7, "guard gone": 0.5}[how]
+
+
+_LATE = """
+from swa_jax.train import worker
+from swa_jax.train.cluster import Member
+with worker.worker(Member(1, 2, "here:1"), 2):
+    worker._guard_line.last -= 2  # awake again, and the first to look
+    worker.check_lease()
+    print("written")
+"""
+
+
+def test_the_lease_is_looked_at_before_a_write(launch):
+    ours, theirs = socket.socketpair()
+    environment = os.environ | {"SWA_JAX_GUARD": str(theirs.fileno())}
+    process = launch([sys.executable, "-c", _LATE], env=environment, pass_fds=[theirs.fileno()])
+    theirs.close()
+    assert process.communicate()[0] == ""
+    assert process.returncode == 75
+    ours.close()
 
 
 _JOIN = """
