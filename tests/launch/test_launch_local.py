@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[2]
 
 def local(*arguments: object, stand_in: str | None = None) -> subprocess.Popen[str]:
     """The local launcher as a process of its own; with `stand_in`, Python code in place of the training."""
-    code = "import sys, launch.local as local\n"
+    code = "import signal, sys, launch.local as local\n"
+    code += "for one in (signal.SIGINT, signal.SIGHUP): signal.signal(one, signal.SIG_DFL)\n"  # nohup ignores them
     if stand_in is not None:
         code += f"real, code = local.commands, {stand_in!r}\n"
         code += "local.commands = lambda *a: [(e, [sys.executable, '-c', code, *c[3:]]) for e, c in real(*a)]\n"
