@@ -50,6 +50,7 @@ def import_optional(module: str, missing: ConfigError) -> Any:
 # What the system says where a disk takes no more: what that means, and what helps.
 _FULL_DISK = {
     "No space left on device": ("the disk is full", "make room"),
+    "Not enough free space to write": ("the disk is full", "make room"),  # NumPy's words
     "Disk quota exceeded": ("the disk is full", "make room"),
     "File too large": ("a file reaches the largest size that is allowed here", "raise it (ulimit -f unlimited)"),
 }

@@ -126,8 +126,10 @@ def parse_json_value(data: bytes, name: object, error: type[UserError] = ConfigE
     except RecursionError:
         raise error(f"{name} is not valid JSON for us: its lists and objects lie too deep in each other") from None
     except json.JSONDecodeError as problem:
-        line = f"line {problem.lineno}, " if "\n" in problem.doc.strip() else ""
-        raise error(f"{name} is not valid JSON: {problem.msg} ({line}column {problem.colno})") from None
+        place = min(problem.pos, len(problem.doc.rstrip()))  # a text that ends too early does so on its last line
+        before = problem.doc[:place].split("\n")
+        line = "" if ", line " in str(name) else f"line {len(before)}, "
+        raise error(f"{name} is not valid JSON: {problem.msg} ({line}column {len(before[-1]) + 1})") from None
     except UnicodeEncodeError as problem:
         half = problem.object[problem.start]
         raise error(f"{name} is not valid JSON: {half!r} alone is half a character") from None

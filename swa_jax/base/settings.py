@@ -22,6 +22,10 @@ from swa_jax.base.errors import ConfigError
 SHOWN, LONGEST = 30, 80  # of what is known, in a sentence: how many names, and how much of each
 
 
+class MissingKeyError(ConfigError):
+    """A key that must be given; `load_config` adds the file to the sentence."""
+
+
 def nearest(word: str, choices: Sequence[str], *, listed: bool = True) -> str:
     """A ready clause such as "; did you mean 'seed'?", or, when none is near, the list of choices if `listed`."""
     close = difflib.get_close_matches(word[:LONGEST], choices, n=1)
@@ -49,7 +53,7 @@ def from_dict[T](cls: type[T], data: Mapping[str, Any], path: str = "") -> T:
         if name not in data and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     ]
     if missing:
-        raise ConfigError(f"missing key '{_join(path, missing[0])}'")
+        raise MissingKeyError(f"missing key '{_join(path, missing[0])}'")
     return cls(**{key: _convert(hints[key], value, _join(path, key)) for key, value in data.items()})
 
 
@@ -91,7 +95,10 @@ def load_config[T](cls: type[T], file: str | Path, overrides: Sequence[str] = ()
         raise ConfigError(f"{file} is no configuration: it must have keys with values, as the files of configs/ have")
     for override in overrides:
         _apply_override(data, override)
-    return from_dict(cls, data)
+    try:
+        return from_dict(cls, data)
+    except MissingKeyError as error:
+        raise ConfigError(f"{error} in {file}: write it there") from None
 
 
 def _read_with_base(file: Path, above: tuple[Path, ...] = ()) -> Any:
@@ -231,11 +238,11 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
             try:
                 return _convert(option, value, path)
             except ConfigError as error:
-                failures.append(str(error))
+                failures.append(error)
         start = f"'{path}' must be "
-        if not all(failure.startswith(start) for failure in failures):
-            raise ConfigError(failures[0])
-        kinds, got = zip(*(failure.removeprefix(start).rsplit(", got ", 1) for failure in failures), strict=True)
+        if not all(str(failure).startswith(start) for failure in failures):
+            raise failures[0]
+        kinds, got = zip(*(str(failure).removeprefix(start).rsplit(", got ", 1) for failure in failures), strict=True)
         raise ConfigError(f"{start}{' or '.join(kinds)}, got {got[0]}")
     if origin is Literal:
         if value not in args:

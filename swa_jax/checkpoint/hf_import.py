@@ -221,7 +221,9 @@ def _read_config(folder: ModelFolder) -> dict[str, Any]:
     file = companion(folder, CONFIG_FILE)
     if file is None:
         files = sorted(path.name for path in folder.iterdir() if path.name.endswith(GGUF))
-        hint = f"; give the GGUF file itself: {folder}/{files[0]}" if files else ""
+        inside = isinstance(folder, Path) and (folder / "model" / CONFIG_FILE).is_file()  # as of a training run
+        hint = f"; give the model in it: {folder}/model" if inside else ""
+        hint = f"; give the GGUF file itself: {folder}/{files[0]}" if files else hint
         raise CheckpointError(f"{folder} holds no {CONFIG_FILE}: it is not a Hugging Face model{hint}")
     hf = parse_json(file.read_bytes(), file, finite=True)
     if not hf.get(KEY) and (folder / MODELOPT_FILE).is_file():

@@ -23,6 +23,7 @@ from swa_jax.cli.options import (
     SinkTokens,
     WindowSize,
     check_output,
+    check_window,
     find_model,
     in_output,
     in_pattern,
@@ -288,6 +289,7 @@ def generation(
     model = find_model(model)
     opened = open_checkpoint(model)
     seen = Window(window, sink_tokens, False).of(opened.pattern.window)
+    check_window(seen.size, length)
     note_context(opened.config, length + new_tokens)
     decoder = load_model(opened, dtype=dtype)
     settings = {"length": length, "batch_size": batch_size, "new_tokens": new_tokens, "rounds": rounds, "seed": seed}

@@ -126,4 +126,6 @@ def distill(
             advance(1)
     kept = sum(reply["kept"] for reply in file.replies.values())
     file.finish(lambda reply: reply["kept"])
-    typer.echo(f"{out}: {kept} of {len(wanted)} replies kept, the others are in {out}.rejected")
+    cut = 0 if keep_cut else sum(reply["ended_by"] == "length" for reply in file.replies.values())
+    note = f"; --max-new-tokens {max_new_tokens} cut off {cut} of them: give more, or keep them with --keep-cut"
+    typer.echo(f"{out}: {kept} of {len(wanted)} replies kept, the others are in {out}.rejected{note if cut else ''}")

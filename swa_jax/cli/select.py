@@ -71,7 +71,7 @@ def select(
     from swa_jax.report.progress import Progress
 
     budget.check(method.chooses)
-    written.check()
+    written.check(method.name)
     if method.keeps:
         check_store(written.scores, "scores of a search")
     if method.name not in BY_PLACE and not written.force:
@@ -84,6 +84,10 @@ def select(
     bare = cast("Decoder", source)  # its config is what methods by place read
     task = Task(bare, [], whole, running.batch_size, examples.seed, heads_in, partition=partition, force=written.force)
     ratio = budget.ratio_of(method.chooses, config, source.hf_config, kind.length, whole, heads_in)
+    if ratio in (0, 1):
+        every, recipe = ("is windowed", "window") if ratio else ("stays full", "full")
+        unit = method.chooses.removesuffix("s")
+        raise ConfigError(f"there is nothing to choose where every {unit} {every}: take the recipe '{recipe}'")
     task.report = functools.partial(typer.echo, err=True)
     if method.name not in BY_PLACE:
         task.examples, task.data = examples.draw(kind, folder, find_tokenizer(source), config)
@@ -93,7 +97,7 @@ def select(
     with Progress("steps") as progress:
         task.progress = progress.update
         (chosen,) = choose(method.name, task, [ratio], **own)
-    write_choice(chosen, config, written.out)
+    write_choice(chosen, config, written)
 
 
 def _command(method: Method) -> Callable[..., None]:

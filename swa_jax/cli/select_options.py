@@ -74,11 +74,21 @@ class Written(Options):
     ] = None
     force: Force = False
 
-    def check(self) -> None:
-        """Raise `ConfigError` for a file that no pattern can be written to."""
+    def check(self, method: str) -> None:
+        """Raise `ConfigError` for a file that no pattern can be written to, or that holds something else than one which
+        this method chose."""
         if self.out.suffix != ".json":
             raise ConfigError(f"--out is {self.out}: a pattern file must end in .json")
         check_output("--out", self.out)
+        taken = next((file for file in (self.out, self.picture) if file.exists()), None)
+        if taken is not None and (taken == self.picture or _method_of(taken) != method):
+            raise ConfigError(
+                f"{taken} is there already, and is not from `select {method}`: name another --out, or remove it"
+            )
+
+    @property
+    def picture(self) -> Path:
+        return self.out.with_suffix(".png")
 
     @property
     def scores(self) -> Path:
@@ -197,15 +207,25 @@ class Budget(Counted):
         return 1 - full / total
 
 
-def write_choice(pattern: AttentionPattern, config: ModelConfig, out: Path) -> None:
+def _method_of(file: Path) -> str | None:
+    """The method that chose the pattern in a file; None for other files."""
+    from swa_jax.model.pattern import AttentionPattern
+
+    try:
+        return AttentionPattern.from_json(file).provenance.get("method")
+    except ValueError:
+        return None
+
+
+def write_choice(pattern: AttentionPattern, config: ModelConfig, written: Written) -> None:
     """The pattern's file, and beside it a picture: of the layers' scores, or of the heads that stay full."""
     from swa_jax.base.estimates import Estimate
     from swa_jax.report.heat_maps import head_map
     from swa_jax.report.layer_charts import layer_scores_chart
     from swa_jax.select.heads import head_mask
 
-    pattern.to_json(out)
-    picture, said = out.with_suffix(".png"), pattern.provenance
+    pattern.to_json(written.out)
+    picture, said = written.picture, pattern.provenance
     if "intervals" in said:
         means = [math.nan if mean is None else mean for mean in said["scores"]]
         scores = [Estimate(mean, *(ends or (None, None))) for mean, ends in zip(means, said["intervals"], strict=True)]
@@ -216,4 +236,4 @@ def write_choice(pattern: AttentionPattern, config: ModelConfig, out: Path) -> N
         title = f"{said['method']}: {int((~full).sum())} of {full.size} KV heads windowed"
         larger = said.get("larger_is_local")
         head_map(full, picture, title=title, scores=None if larger is None else said["scores"], larger_is_local=larger)
-    typer.echo(f"{pattern}\nwritten to {out} and {picture}")
+    typer.echo(f"{pattern}\nwritten to {written.out} and {picture}")

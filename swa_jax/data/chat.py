@@ -200,7 +200,8 @@ def prompt_tokens(
         try:
             found.append(encode(prompt))
         except ConfigError as error:
-            raise ConfigError(f"prompt {number}: {error}" if len(prompts) > 1 else str(error)) from None
+            where = prompt.where or (f"prompt {number}" if len(prompts) > 1 else "")
+            raise ConfigError(f"{where}: {error}" if where else str(error)) from None
     return found
 
 

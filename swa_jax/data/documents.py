@@ -165,7 +165,7 @@ def read_records(file: Path, fields: Mapping[str, str]) -> Iterator[list[str]]:
     for record in readers[file.suffix](file, fields):
         yield record
     if record is None:
-        raise ConfigError(f"{file} is empty: it has no records; make it again, or leave it out of 'files'")
+        raise ConfigError(f"{file} is empty: it has no records; make it again, or leave it out")
 
 
 def _jsonl(file: Path, fields: Mapping[str, str]) -> Iterator[list[str]]:

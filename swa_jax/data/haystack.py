@@ -101,9 +101,15 @@ class Haystack:
         self.name = "text" if isinstance(text, str) else "files"
         if text is None:
             self.name, text = "python standard library (held out)", library_files(held_out=True)
-        self.parts = split_lines(text if isinstance(text, str) else read_text(text))
+        files = [] if isinstance(text, str) else list(text)
+        self.parts = split_lines(text if isinstance(text, str) else read_text(files))
         if not any(part.strip() for part in self.parts):
-            raise ConfigError("the haystack is empty; give a text or files with some words in them")
+            names = ", ".join(map(str, files[:3])) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
+            raise ConfigError(
+                f"there are no words in {names}: name text files with some words in them"
+                if files
+                else "the haystack is empty; give a text or files with some words in them"
+            )
         self._tokens: dict[int, list[int]] = {}
 
     def draw(self, rng: np.random.Generator, size: int) -> list[int]:

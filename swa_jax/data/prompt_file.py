@@ -19,6 +19,7 @@ class Prompt(NamedTuple):
     text: str | None
     messages: list[dict[str, Any]] | None
     record: dict[str, Any] | None = None  # the whole line, if it is an object
+    where: str = ""  # its file and line, for sentences
 
 
 def read_prompts(file: Path) -> list[Prompt]:
@@ -32,9 +33,9 @@ def read_prompts(file: Path) -> list[Prompt]:
         raise ConfigError(f"the prompts in {file} cannot be read: {error.strerror}") from None
     plain = file.suffix == ".txt"
     prompts = [
-        Prompt(line, None) if plain else _prompt(line, f"{file}, line {number}")
+        Prompt(line, None, where=where) if plain else _prompt(line, where)
         for number, line in enumerate(lines, 1)
-        if line.strip()
+        if line.strip() and (where := f"{file}, line {number}")
     ]
     if not prompts:
         raise ConfigError(f"{file} has no prompts: one a line is expected")
@@ -47,13 +48,15 @@ def _prompt(line: str, where: str) -> Prompt:
     except ConfigError as error:
         raise ConfigError(f"{error}; {FORMS} is expected, got {line[:60]!r}") from None
     if isinstance(value, str):
-        return Prompt(value, None)
+        return Prompt(value, None, where=where)
     if isinstance(value, dict):
         text, messages = value.get("prompt"), value.get("messages")
         if isinstance(text, str) and messages is None:
-            return Prompt(text, None, value)
+            return Prompt(text, None, value, where)
         if isinstance(messages, list) and messages and text is None:
-            return Prompt(None, messages, value)
+            return Prompt(None, messages, value, where)
+        if text is not None and messages is not None:
+            raise ConfigError(f"{where} has both 'prompt' and 'messages': one of them is expected")
     raise ConfigError(f"{where} is not a prompt: {FORMS} is expected, got {line[:60]!r}")
 
 

@@ -103,7 +103,7 @@ def text_files(names: Sequence[str], suffixes: Sequence[str] = PLAIN_TEXT + RECO
             raise ConfigError(f"data files '{name}': no such file, and no folder or glob with text in it ({wanted})")
         for file in here:
             if (file.suffix in RECORDS or str(file) == name) and file.stat().st_size == 0:
-                raise ConfigError(f"data file {file} is empty: make it again, or leave it out of 'files'")
+                raise ConfigError(f"data file {file} is empty: make it again, or leave it out")
         found += here
     return tuple(found)
 

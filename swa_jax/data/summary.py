@@ -56,7 +56,9 @@ def first_rows(
     batch = next(batches)
     batches.close()
     for row in range(rows):
-        filled, learned = (np.count_nonzero(batch[name][row]) for name in ("segment_ids", "weights"))
+        segments = batch["segment_ids"][row]
+        follows = (segments[1:] == segments[:-1]) & (segments[1:] != 0)  # as of `next_token_targets`
+        filled, learned = np.count_nonzero(segments), np.count_nonzero(batch["weights"][row, 1:] * follows)
         yield f"row {row}: {filled} of {length} tokens, {learned} learned"
         for segment in range(1, int(batch["segment_ids"][row].max()) + 1):
             tokens = batch["tokens"][row][batch["segment_ids"][row] == segment]

@@ -359,6 +359,8 @@ class ModelConfig:
             ids = np.asarray(tokens)
         except ValueError:
             raise ConfigError(f"{name} must hold sequences of one length: pad them, and give segment_ids") from None
+        if not ids.ndim:
+            raise ConfigError(f"{name} must be a list of token ids, got {tokens!r:.40}")
         if batch and ids.ndim != 2:
             one = f"; for one sequence write {name}[None]" if ids.ndim == 1 else ""
             raise ConfigError(f"{name} must be a batch of sequences, [B, T], got the shape {ids.shape}{one}")

@@ -145,7 +145,8 @@ def efficiency_table(rows: Sequence[Row]) -> Table:
     notes = (
         f"{rows[0]['requests']} prompts at a time, {rows[0]['new_tokens']} tokens of answer; medians over "
         f"{len(rows[0]['token_seconds_all'])} rounds, the patterns in turn.",
-        f"In brackets: times faster than {rows[0]['name']}. Memory: the weights and all caches.",
+        f"In brackets: times faster than {rows[0]['name']}. Throughput: prompts and answers. Memory: the weights and "
+        "all caches.",
     )
     first = {row["length"]: row for row in reversed(rows)}
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from swa_jax.base.errors import ConfigError
 from swa_jax.base.files import check_local
+from swa_jax.base.settings import MissingKeyError
 from swa_jax.data.sources import SourceConfig
 from swa_jax.model.config import ModelConfig, RopeScaling
 from swa_jax.model.lora import LoraConfig
@@ -77,8 +78,8 @@ class TrainConfig:
     """One run. Exactly one of `model` (random start) and `init_from` (a checkpoint folder) is given."""
 
     output: str  # the run folder
-    tokenizer: str  # tokenizer.json, or a folder that has one
     stages: tuple[StageConfig, ...]
+    tokenizer: str = ""  # tokenizer.json, or a folder that has one; left out: `init_from`'s
     model: ModelConfig | None = None
     init_from: str | None = None  # by any name of `checkpoint.named`
     plan_model: str | None = None  # a file with the sizes of `init_from`'s model: for a plan before that is there
@@ -117,6 +118,10 @@ class TrainConfig:
             check_local(getattr(self, name) or "", f"'{name}' =")
         if (self.model is None) == (self.init_from is None):
             raise ConfigError("give exactly one of 'model' (start at random) and 'init_from' (a checkpoint folder)")
+        if not self.tokenizer:
+            if self.init_from is None:
+                raise MissingKeyError("missing key 'tokenizer' (a tokenizer.json, or a folder that has one)")
+            object.__setattr__(self, "tokenizer", self.init_from)
         if self.model is not None and self.model_changes != ModelChanges():
             raise ConfigError("'model_changes' is for a run with 'init_from'; write its keys into 'model'")
         if self.init_optimizer and (self.init_from is None or self.lora is not None):

@@ -53,6 +53,8 @@ def check_folder(run: Path, config: TrainConfig, records: Mapping[str, str]) -> 
     finished = next((run / name for name in ("model", "adapter") if (run / name).exists()), None)
     if started or finished is not None:
         _check_same_settings(run, config)
+    else:
+        _check_free(run)
     if started:
         _check_same_content(run, config, records)
     if finished is not None and not started and config.total_steps:
@@ -60,6 +62,27 @@ def check_folder(run: Path, config: TrainConfig, records: Mapping[str, str]) -> 
             f"{finished} is there, but no checkpoint of the run that made it is: training anew would not replace it; "
             "set 'output' to a new folder, or move it away"
         )
+
+
+def _check_free(run: Path) -> None:
+    """A run that begins neither replaces a file of the user's nor lies in a model's folder."""
+    if model := next((run / name for name in (MANIFEST_FILE, "config.json") if (run / name).exists()), None):
+        raise ConfigError(f"{run} holds a model ({model}): set 'output' to a new folder")
+    file = run / CONFIG_FILE
+    if file.exists() and not _is_record(file):
+        raise ConfigError(
+            f"the run would write all its settings to {file}, which holds something else: give that file another name, "
+            "or set 'output' to a new folder"
+        )
+
+
+def _is_record(file: Path) -> bool:
+    """Whether a run wrote this configuration: with every key, and nothing else."""
+    try:
+        text = file.read_text()
+        return to_yaml(from_dict(TrainConfig, parse_yaml(text, str(file)))) == text
+    except ValueError:
+        return False
 
 
 def _check_same_settings(run: Path, config: TrainConfig) -> None:

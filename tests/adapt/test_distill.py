@@ -199,8 +199,12 @@ def test_only_what_the_filter_keeps_is_data(checkpoint, prompts, tmp_path):
     assert len(refused) == 4
     cut = tmp_path / "cut.jsonl"
     arguments = [word for word in command(checkpoint, prompts, cut) if word != "--keep-cut"]
-    run(*arguments)
+    printed = run(*arguments)
     assert {line["ended_by"] for line in json_lines(cut)} <= {"end"}
+    lost = len(json_lines(tmp_path / "cut.jsonl.rejected"))
+    assert printed.endswith(
+        f".rejected; --max-new-tokens 6 cut off {lost} of them: give more, or keep them with --keep-cut\n"
+    )
 
 
 def test_thinking_is_switched_by_the_template(checkpoint, prompts, tmp_path):

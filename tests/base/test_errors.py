@@ -78,6 +78,8 @@ def raised(call) -> BaseException:
          "the disk of a.txt is full (No space left on device): make room, and start the same command again"),
         (OSError(errno.EFBIG, "File too large", "a.txt"), "the file a.txt reaches the largest size that is allowed "
          "here (File too large): raise it (ulimit -f unlimited), and start the same command again"),
+        (OSError("Not enough free space to write 9 bytes after offset 1"), "the disk is full (Not enough free space to "
+         "write): make room, and start the same command again"),
         # TensorStore says it in a ValueError.
         (ValueError("Error writing: RESOURCE_EXHAUSTED: write: No space left on device"),
          "the disk is full (No space left on device): make room, and start the same command again"),

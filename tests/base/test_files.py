@@ -58,6 +58,7 @@ def test_the_bytes_are_on_the_disk_before_the_name(tmp_path, monkeypatch):
         (b"\xff\xfe", r"is not UTF-8: invalid start byte \(byte 1\)"),
         (b'{"a": "\xed\xa0\xbd"}', "is not UTF-8: "),
         (b'{"a":\n 1 2}', r"is not valid JSON: Expecting ',' delimiter \(line 2, column 4\)"),
+        (b'{"a": [1\n', r"is not valid JSON: Expecting ',' delimiter \(line 1, column 9\)"),
         (b"[1]", "must hold a JSON object"),
         (b'{"a": 1, "b": 2, "a": 3}', "has the key 'a' twice"),
         (b'{"a": {"b": 1, "b": 1}}', "has the key 'b' twice"),

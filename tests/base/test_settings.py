@@ -99,6 +99,10 @@ def test_a_file_may_build_on_another(tmp_path):
     third = folder / "third.yaml"
     third.write_text("base: second.yaml\nrate: 0.3\n")
     assert load_config(Whole, third, ["name=y"]) == Whole("y", 0.3, part=Part(2, "square"), numbers=(3,))
+    for change, key in (("name=y", "part.size"), ("part={size: 3}", "name")):
+        (tmp_path / "part.yaml").write_text("rate: 0.3\npart: {kind: square}\n")
+        with pytest.raises(ConfigError, match=f"^missing key '{key}' in .*part.yaml: write it there$"):
+            load_config(Whole, tmp_path / "part.yaml", [change])
     (tmp_path / "first.yaml").write_text("base: inner/third.yaml\n")
     with pytest.raises(ConfigError, match="'base' leads back to"):
         load_config(Whole, third)

@@ -54,4 +54,5 @@ def test_on_the_command_line(monkeypatch, tmp_path):
     report = json.loads((tmp_path / "new" / "g.json").read_text())
     assert [row["ratio"] for row in report["rows"]] == [0.75]
     assert "no window is given (--window)" in fails("bench", "generation", *options)
+    assert "--window 40 holds whole prompts of 40 tokens" in fails("bench", "generation", *options, "--window", 40)
     assert "ratio is 2.0" in fails("bench", "generation", "x", "--window", 8, "--ratio", 2)

@@ -265,7 +265,8 @@ def with_a_hole(data: bytes) -> bytes:
 def test_files_that_are_no_gguf(wide, tmp_path):
     good = write_gguf(tmp_path / "good.gguf", wide).read_bytes()
     for data, said in (
-        (b"", "is no GGUF file"),
+        (b"", r"bad.gguf is empty: fetch it again"),
+        (b"GGU", r"is damaged or cut short \(its header asks for 4 bytes at byte 0, of 3 bytes in all\)"),
         (b"version https://git-lfs.github.com/spec/v1", "is no GGUF file: it begins with b'vers'; a git-lfs pointer"),
         (b"lmgg" + good[4:], "is of a format before GGUF"),
         (good[:4] + b"\x01" + good[5:], "is of GGUF version 1; supported: GGUF versions 2 and 3"),

@@ -95,6 +95,9 @@ def test_configurations_and_patterns_that_do_not_fit_are_refused(source, destina
     assert_refused(source, destination, "config.json is not valid JSON")
     (source / "config.json").unlink()
     assert_refused(source, destination, "holds no config.json: it is not a Hugging Face model")
+    (source / "model").mkdir()
+    (source / "model" / "config.json").write_text("{}")  # as in the folder of a training run
+    assert_refused(source, destination, f"; give the model in it: {source}/model")
 
 
 def test_weights_that_are_no_safetensors_are_refused(source, destination):

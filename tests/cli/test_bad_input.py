@@ -161,6 +161,7 @@ def test_a_dry_run_looks_at_everything_and_writes_nothing(file, tmp_path):
         (["model.num_key_value_heads=3"], "num_attention_heads (2) must be a multiple of num_key_value_heads (3)"),
         (["pattern=interleave-1-in-0"], "recipe 'interleave-1-in-0': "),
         (["pattern=absent.json"], "pattern file absent.json does not exist"),
+        (["tokenizer=''"], "missing key 'tokenizer' (a tokenizer.json, or a folder that has one) in "),
         (["tokenizer=absent"], "absent is no model: give a checkpoint folder"),
         (["model=null", "init_from=absent"], "absent is no model: give a checkpoint folder"),
         (["stages.0.accumulate=4"], "'stages.0.batch_size' = 6 must be a multiple of 'accumulate' = 4"),
@@ -244,6 +245,21 @@ def test_a_run_that_goes_on_may_change_its_mesh_and_nothing_that_it_learns(file,
     assert load_config(TrainConfig, run / "config.yaml") == load_config(TrainConfig, file, harmless)
 
 
+def test_a_run_replaces_nothing_that_is_not_of_a_run(file, tmp_path):
+    own = tmp_path / "run" / "config.yaml"
+    own.parent.mkdir()
+    own.write_text(f"# mine\n{file.read_text()}")
+    before = own.read_text()
+    assert fails("train", own).startswith(f"the run would write all its settings to {own}, which holds something else")
+    assert own.read_text() == before
+    own.unlink()
+    for _ in range(2):  # a run that ended before its first checkpoint
+        with claimed(own.parent, file):
+            pass
+    (own.parent / "manifest.json").write_text("{}")
+    assert fails("train", file).startswith(f"{own.parent} holds a model ({own.parent}/manifest.json): set 'output' to")
+
+
 # ---- data ----
 
 
@@ -267,7 +283,7 @@ def test_an_empty_shard_among_others(file, tmp_path, name):
     (folder / name).touch()
     listed = [str(folder / "good.jsonl"), str(folder / name)] if name == "shard.txt" else [str(folder)]
     sentence = fails("train", file, f"stages.0.data=[{{files: {listed}}}]")
-    assert sentence == f"data file {folder / name} is empty: make it again, or leave it out of 'files'"
+    assert sentence == f"data file {folder / name} is empty: make it again, or leave it out"
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
@@ -288,7 +304,7 @@ def test_a_shard_without_records(file, tmp_path, suffix, kind):
     good = tmp_path / "good.jsonl"
     good.write_text(f'{{"text": "{TEXT}", "prompt": "a", "answer": "b"}}\n')
     sentence = fails("train", file, f"stages.0.data=[{{kind: {kind}, files: [{good}, {shard}]}}]")
-    reason = f"{shard} is empty: it has no records; make it again, or leave it out of 'files'"
+    reason = f"{shard} is empty: it has no records; make it again, or leave it out"
     assert sentence == f"'stages.0.data': {reason}"
 
 
@@ -318,6 +334,7 @@ def test_another_tokenizer_than_the_checkpoints(file, tmp_path, checkpoint):
     other = tmp_path / "other.json"
     train_byte_bpe([TEXT], 260).backend.save(str(other))
     start = ["model=null", f"init_from={checkpoint}"]
+    assert f"tokenizer: {checkpoint}, 257 tokens" in run("train", file, "--dry-run", *start, "tokenizer=''")
     before = {path: path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
     sentence = fails("train", file, *start, f"tokenizer={other}")
     assert sentence == (

@@ -10,6 +10,7 @@ from tiny_models import byte_checkpoint, make
 
 import swa_jax.evaluate.replies
 import swa_jax.train.loop
+from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.families.pattern_files import read_pattern
 from swa_jax.checkpoint.folder import load_model, save_model
 from swa_jax.model.pattern import AttentionPattern
@@ -83,8 +84,19 @@ def test_published_patterns_have_names(name, checkpoint):
     assert said["--sink-tokens"] == str(pattern.num_sink_tokens)
     assert f"{name} is a published pattern, no recipe" in fails("pattern", f"{name}+fa-decode", "--layers", 30)
     assert f"did you mean '{name}'?" in fails("pattern", name + "x", "--layers", 30)
-    assert f"the pattern has {pattern.num_layers} layers, the model 2" in fails(
-        "generate", checkpoint, "hello", "--pattern", name
+    sentence = f"{name}: the pattern has {pattern.num_layers} layers, the model 2"
+    assert sentence in fails("generate", checkpoint, "hello", "--pattern", name)
+    with pytest.raises(ConfigError, match=f"^{sentence}"):
+        swa_jax.load_model(checkpoint, pattern=name)
+
+
+def test_windows_that_transformers_does_not_read_are_no_pattern(tmp_path):
+    file = tmp_path / "config.json"
+    types = ["sliding_attention", "full_attention"]
+    file.write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2, "layer_types": types}))
+    assert fails("pattern", file) == (
+        f"{file}: transformers' class for model_type 'llama' does not read the windows of layer_types: name a pattern "
+        "file, such as the pattern.json of an export"
     )
 
 

@@ -76,6 +76,9 @@ def test_text_lies_between_the_statements_where_it_is_named(words, tmp_path):
     (tmp_path / "text").write_text("the cat sat on the mat\n" * 200)
     (example,) = PromptKind(128, haystack=tmp_path / "text", chains="hops=2").draw(words, 1, seed=0)
     assert "cat sat" in words.decode(example.prompt)
+    (tmp_path / "text").write_text(" \n")
+    with pytest.raises(ConfigError, match=f"^there are no words in {tmp_path}/text: name text files with"):
+        PromptKind(128, haystack=tmp_path / "text", chains="hops=2").draw(words, 1, seed=0)
 
 
 @pytest.mark.parametrize(

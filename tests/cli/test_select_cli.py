@@ -58,8 +58,9 @@ def test_bosch_writes_a_pattern_a_picture_and_its_evaluations(planted, tmp_path)
     again = run("select", "bosch", *options)
     assert f"found {len(kept)} masks here, going on" in again
     assert AttentionPattern.from_json(out) == pattern
-    output = run("select", "bosch-layer", *options, "--iterations", 2, "--seed", 1)
-    assert AttentionPattern.from_json(out).provenance["method"] == "bosch-layer"
+    other = (*options[:-1], out.with_name("layers.json"))
+    run("select", "bosch-layer", *other, "--iterations", 2, "--seed", 1)
+    assert AttentionPattern.from_json(other[-1]).provenance["method"] == "bosch-layer"
 
 
 def test_a_file_without_scores_is_refused_before_the_work_and_stays_as_it_is(planted, tmp_path):
@@ -69,6 +70,38 @@ def test_a_file_without_scores_is_refused_before_the_work_and_stays_as_it_is(pla
     sentence = f"{diary} holds no scores of a search: name another file, or remove this one to start over"
     assert fails("select", "nll", "no-such-model", *options) == sentence
     assert diary.read_text() == "Monday\nTuesday"
+
+
+def test_only_what_the_method_itself_has_chosen_is_replaced(checkpoint, tmp_path):
+    out, picture = tmp_path / "p.json", tmp_path / "p.png"
+    options = (checkpoint, "--window", 8, "--length", 64, "--out", out)
+    picture.write_text("a photo")
+    sentence = "{} is there already, and is not from `select {}`: name another --out, or remove it"
+    assert fails("select", "random", *options, "--ratio", 0.5) == sentence.format(picture, "random")
+    picture.unlink()
+    for text in ('{"my": "data"}', "no JSON", '{"layer_types": ["full_attention"]}'):
+        out.write_text(text)
+        assert fails("select", "random", *options, "--ratio", 0.5) == sentence.format(out, "random")
+        assert out.read_text() == text
+    out.unlink()
+    for _ in range(2):
+        run("select", "random", *options, "--ratio", 0.5)
+    assert fails("select", "razor", *options, "--ratio", 0.5) == sentence.format(out, "razor")
+    assert AttentionPattern.from_json(out).provenance["method"] == "random"
+
+
+@pytest.mark.parametrize(
+    ("budget", "said"),
+    [
+        (("--ratio", 0), "layer stays full: take the recipe 'full'"),
+        (("--budget", 2), "layer stays full: take the recipe 'full'"),
+        (("--ratio", 1), "layer is windowed: take the recipe 'window'"),
+        (("--budget", 0), "layer is windowed: take the recipe 'window'"),
+    ],
+)
+def test_nothing_is_measured_where_nothing_is_to_choose(checkpoint, tmp_path, budget, said):
+    options = ("--window", 8, "--length", 64, "--out", tmp_path / "p.json")
+    assert fails("select", "nll", checkpoint, *budget, *options) == f"there is nothing to choose where every {said}"
 
 
 BY_HEADS, BY_LAYERS = ("--ratio", 0.5), ("--budget", 1)
@@ -244,8 +277,9 @@ def test_nll_goes_on_from_its_file_and_writes_what_it_found(checkpoint, tmp_path
     output = run("select", "nll", checkpoint, *options)
     assert f"{kept}: found 2 of 2 examples here, doing 0" in output
     assert AttentionPattern.from_json(out) == first
-    run("select", "nll-greedy", checkpoint, *options)
-    pattern = AttentionPattern.from_json(out)
+    greedy = out.with_name("greedy.json")
+    run("select", "nll-greedy", checkpoint, *options, "--out", greedy)
+    pattern = AttentionPattern.from_json(greedy)
     assert pattern.provenance["method"] == "nll-greedy"
     assert pattern.provenance["picked"] == list(pattern.full_layers)
     assert pattern.full_layers == first.full_layers  # a budget of one is one round
@@ -341,8 +375,9 @@ def test_as_many_layers_stay_full_as_fit_the_cache(checkpoint, tmp_path):
         in said
     )
     assert len(AttentionPattern.from_json(tmp_path / "p.json").full_layers) == 1
-    said = run(*nll, "--kv-budget", 0.6, "--serve-length", 64)
+    said = run(*nll, "--kv-budget", 0.6, "--serve-length", 64, status=2)
     assert "0 of 2 layers stay full: with them the cache of 64 tokens takes 25.0%" in said
+    assert "there is nothing to choose where every layer is windowed: take the recipe 'window'" in said
     assert "takes at least 0.05 of full attention's" in fails(*nll, "--kv-budget", 0.01)
     assert fails(*nll, "--kv-budget", 2) == "--kv-budget is 2: give a share above 0 and at most 1"
     assert fails(*nll, "--kv-budget", 0.5, "--one-in", 2).startswith("give exactly one of --ratio, --budget, --one-in")

@@ -259,14 +259,19 @@ def test_prompts_from_a_file(tmp_path):
     )
     messages = [{"role": "user", "content": "x"}]
     assert read_prompts(file) == [
-        Prompt("one\ntwo", None),
-        Prompt("three\u2028", None, {"prompt": "three\u2028", "answer": 3}),
-        Prompt(None, messages, {"messages": messages}),
+        Prompt("one\ntwo", None, None, f"{file}, line 1"),
+        Prompt("three\u2028", None, {"prompt": "three\u2028", "answer": 3}, f"{file}, line 3"),
+        Prompt(None, messages, {"messages": messages}, f"{file}, line 4"),
     ]
     plain = tmp_path / "prompts.txt"
     plain.write_bytes(b'\xef\xbb\xbf"one"\r\ntwo \n')  # as Windows writes texts
-    assert read_prompts(plain) == [Prompt('"one"', None), Prompt("two ", None)]
-    for line in ("{}", "[1]", '{"prompt": 3}', '{"prompt": "a", "messages": [1]}', '{"messages": []}'):
+    assert read_prompts(plain) == [
+        Prompt(text, None, None, f"{plain}, line {number}") for number, text in enumerate(('"one"', "two "), 1)
+    ]
+    file.write_text('{"prompt": "a", "messages": [1]}')
+    with pytest.raises(ConfigError, match=r"line 1 has both 'prompt' and 'messages': one of them is expected$"):
+        read_prompts(file)
+    for line in ("{}", "[1]", '{"prompt": 3}', '{"messages": []}'):
         file.write_text('"fine"\n' + line + "\n")
         with pytest.raises(ConfigError, match=r"prompts.jsonl, line 2 is not a prompt: a text, "):
             read_prompts(file)

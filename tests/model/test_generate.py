@@ -256,6 +256,7 @@ def test_greedy_takes_the_first_of_the_likeliest():
         ({"temperature": float("nan")}, "temperature must be 0 (greedy) or a positive number, got nan"),
         ({"top_k": 0}, "top_k must be at least 1, got 0"),
         ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
+        ({"stop_tokens": 5}, "stop_tokens must be a list of token ids, got 5"),
         ({"stop_tokens": (61,)}, "stop_tokens holds token 61 at [0], the model's vocabulary has ids 0 to 60"),
         (
             {"max_length": 6},

@@ -7,7 +7,7 @@ from pathlib import Path
 from swa_jax.base.errors import ConfigError
 from swa_jax.checkpoint.families import hf_pattern
 from swa_jax.model.config import ModelConfig
-from swa_jax.model.layer_types import FULL
+from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import SWAA_KEYS, AttentionPattern, read_object
 from swa_jax.model.recipes import PUBLISHED
 from swa_jax.model.window import OWN, Window
@@ -26,7 +26,11 @@ def load_pattern(
         pattern = source.with_window(window)
     else:
         pattern = read_pattern(source, model, window, default_window=default_window, seed=seed)
-    pattern.validate(model)
+    try:
+        pattern.validate(model)
+    except ConfigError as error:
+        nameless = isinstance(source, AttentionPattern) or str(source).lstrip().startswith("{")
+        raise ConfigError(str(error) if nameless else f"{source}: {error}") from None
     return pattern
 
 
@@ -73,6 +77,11 @@ def read_pattern(
     name, data = read_object(source)
     if "num_hidden_layers" in data:
         pattern = hf_pattern(data)
+        if pattern.is_full and WINDOW in (data.get("layer_types") or ()):
+            raise ConfigError(
+                f"{name}: transformers' class for model_type '{data['model_type']}' does not read the windows of "
+                "layer_types: name a pattern file, such as the pattern.json of an export"
+            )
     elif any(key in data for key in SWAA_KEYS) and "layer_types" not in data:
         number = layers.num_hidden_layers if isinstance(layers, ModelConfig) else layers
         try:

@@ -169,7 +169,9 @@ def _read_header(file: ModelFile) -> Header:
 
 
 def _read_version(cursor: _Cursor) -> int:
-    magic = cursor.take(4) if cursor.total >= 4 else b""
+    if not cursor.total:
+        raise CheckpointError(f"{cursor.file} is empty: fetch it again")
+    magic = cursor.take(4)
     if magic != MAGIC:
         old = magic in (b"lmgg", b"tjgg", b"fmgg", b"algg")
         raise CheckpointError(
