@@ -87,7 +87,7 @@ def test_training_a_prompt_and_decoding_route_alike(monkeypatch):
     cache = allocate(model.config, layouts, 1, jnp.dtype(jnp.bfloat16))
     _, cache = jax.eval_shape(lambda cache: model.prefill(tokens, jnp.array([12]), cache, layouts), cache)
     jax.eval_shape(lambda cache: model.decode_step(tokens[:, 0], cache, layouts), cache)
-    settings = {"output": "", "tokenizer": "", "model": to_dict(SOFTMAX), "pattern": "switch"}
+    settings = {"output": "", "tokenizer": "none", "model": to_dict(SOFTMAX), "pattern": "switch"}
     stages = [{"steps": 1, "sequence_length": 12, "batch_size": 1}]
     config = from_dict(TrainConfig, settings | {"stages": stages, "bfloat16": True})
     trained = Decoder(SOFTMAX, make("SSSS"), rngs=nnx.Rngs(0))
