@@ -22,8 +22,7 @@ from swa_jax.select import nll as nll_module
 from swa_jax.select.nll import provenance_of
 
 LAYERS = 5
-# Losses are near log 64: four units in the last place of each, for differences of two that were computed in other ways.
-CLOSE = {"rtol": 0, "atol": 2e-6}
+# Losses near log 64, so that 1e-6 is two units in their last place.
 CONFIG = dataclasses.replace(WIDER, num_hidden_layers=LAYERS, initializer_range=0.2)
 VARIANTS = {
     "llama": {},
@@ -72,27 +71,27 @@ def test_reuse_gives_the_deltas_of_whole_passes(variant, decode, examples):
     options = OPTIONS | {"window": Window(6, 1, decode)}
     plain = nll_deltas(model, examples, toggles_at_once=0, **options)
     got = nll_deltas(model, examples, **options)
-    np.testing.assert_allclose(got.deltas, plain.deltas, **CLOSE)
-    np.testing.assert_allclose(got.window_nll, plain.window_nll, **CLOSE)
+    np.testing.assert_allclose(got.deltas, plain.deltas, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(got.window_nll, plain.window_nll, rtol=0, atol=1e-6)
     assert (np.abs(plain.deltas).max(0) > 1e-4).all()
 
 
 @pytest.mark.parametrize("at_once", [pytest.param(1, marks=pytest.mark.slow), 9])
 def test_toggles_side_by_side_give_the_same(model, examples, plain, at_once):
     got = nll_deltas(model, examples, toggles_at_once=at_once, **OPTIONS)
-    np.testing.assert_allclose(got.deltas, plain.deltas, **CLOSE)
+    np.testing.assert_allclose(got.deltas, plain.deltas, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("full", [(0,), (2, 4), (0, 1, 2, 3, 4)])
 def test_scoring_from_a_base_that_has_full_layers(model, examples, plain, full):
     got, passes = (LayerScorer(model, examples, toggles_at_once=at_once, **OPTIONS)(full) for at_once in (2, 0))
-    np.testing.assert_allclose(got.deltas, passes.deltas, **CLOSE)
+    np.testing.assert_allclose(got.deltas, passes.deltas, rtol=0, atol=1e-6)
     assert (got.deltas[:, full] == 0).all()
     if len(full) == 1:
-        np.testing.assert_allclose(got.window_nll, plain.window_nll - plain.deltas[:, full[0]], **CLOSE)
+        np.testing.assert_allclose(got.window_nll, plain.window_nll - plain.deltas[:, full[0]], rtol=0, atol=1e-6)
         pattern = AttentionPattern.from_full_layers([0, 3], LAYERS, 6, num_sink_tokens=1, full_attention_decode=True)
         wanted = got.window_nll - score_answers(model, examples, pattern=pattern).nll
-        np.testing.assert_allclose(got.deltas[:, 3], wanted, **CLOSE)
+        np.testing.assert_allclose(got.deltas[:, 3], wanted, rtol=0, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -138,7 +137,7 @@ def test_a_prompt_that_the_window_holds_scores_exactly_zero(model, examples):
 def test_the_public_function_gives_the_means(model, examples, plain):
     got = nll_scores(model, examples, sliding_window=6, num_sink_tokens=1, batch_size=4)
     assert got.shape == (LAYERS,)
-    np.testing.assert_allclose(got, plain.mean, **CLOSE)
+    np.testing.assert_allclose(got, plain.mean, rtol=0, atol=1e-6)
     for interval, mean in zip(plain.intervals(), plain.mean, strict=True):
         assert interval.mean == pytest.approx(mean)
         assert interval.low < mean < interval.high
@@ -168,7 +167,7 @@ def test_an_interrupted_selection_goes_on(model, examples, plain, tmp_path, monk
     got = scorer(progress=lambda done, total: seen.append(done))
     assert (len(batches), scorer.num_known) == (1, 6)
     assert seen == list(range(1, LAYERS + 2))
-    np.testing.assert_allclose(got.deltas, plain.deltas, **CLOSE)
+    np.testing.assert_allclose(got.deltas, plain.deltas, rtol=0, atol=1e-6)
     again = nll_deltas(model, examples, file=file, **OPTIONS)
     assert len(batches) == 1
     np.testing.assert_array_equal(again.deltas, got.deltas)
@@ -220,7 +219,7 @@ def test_a_gradient_names_the_layers_that_greedy_scores(tmp_path, monkeypatch):
         named = sorted(range(8), key=lambda layer: (layer in full, -gradient[layer]))[:2]
         assert [i for i, value in enumerate(row) if value is not None] == sorted({*named, *full})
         assert scores.full_layers == tuple(sorted(full))
-        np.testing.assert_allclose(scores.mean[named], exact(full).mean[named], **CLOSE)
+        np.testing.assert_allclose(scores.mean[named], exact(full).mean[named], rtol=0, atol=1e-6)
         assert scores.picked == (max(named, key=lambda layer: scores.mean[layer]),)
         full += scores.picked
     calls, real = [], nll_module.gate_gradient
@@ -229,7 +228,7 @@ def test_a_gradient_names_the_layers_that_greedy_scores(tmp_path, monkeypatch):
     assert not calls
     assert [scores.picked for scores in again] == [scores.picked for scores in rounds]
     scorer().greedy(4)  # what was not tried is scored, the rest is known
-    np.testing.assert_allclose(scorer()().mean, exact().mean, **CLOSE)
+    np.testing.assert_allclose(scorer()().mean, exact().mean, rtol=0, atol=1e-6)
 
 
 def test_what_else_a_file_knows_does_not_change_a_choice(tmp_path, monkeypatch):
